@@ -1,0 +1,1 @@
+"""The transfer plane: weights (and KV) from process to process over NIXL."""
