@@ -5,8 +5,12 @@ Data only (msgspec, no torch): a manifest goes over Monarch, the bytes it descri
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
+
 import msgspec
 
+from milkweed.errors import TransferError
 from milkweed.types import PolicyVersion
 
 
@@ -35,18 +39,57 @@ class Chunk(msgspec.Struct, frozen=True):
 
 
 class RankManifest(msgspec.Struct, frozen=True):
-    """One trainer rank's share of a version. `metadata` is the NIXL agent's, checked against its blake2b
-    `metadata_digest` before use, since NIXL often accepts flipped bits. `address` is the slot's start."""
+    """One trainer rank's share of a version.
 
+    `metadata` is the NIXL agent's. `address` is the slot's start. `digest` is blake2b over all the other fields: NIXL
+    accepts many a flipped bit in its metadata, and a flipped offset would put right bytes in the wrong place.
+    """
+
+    version: PolicyVersion
     rank: int
     agent: str
     metadata: bytes
-    metadata_digest: bytes
     address: int
     slot: int
     nbytes: int
     chunks: list[Chunk]
     shards: list[Shard]
+    digest: bytes = b""
+
+    @property
+    def peer(self) -> str:
+        """The rank's name in errors."""
+        return f"trainer rank {self.rank} ({self.agent})"
+
+    def sealed(self) -> RankManifest:
+        """This manifest with its `digest` filled in."""
+        return msgspec.structs.replace(self, digest=self._digest())
+
+    def check(self) -> None:
+        """Raises TransferError unless `digest` fits the rest, and every chunk and shard lies inside the slot."""
+        if self._digest() != self.digest:
+            raise TransferError(f"{self.peer}: its manifest of version {self.version} was altered on the way (digest differs)")
+        for what, parts in (("chunk", [(c.offset, c.nbytes) for c in self.chunks]), ("shard", [(s.arena_offset, s.nbytes) for s in self.shards])):
+            for offset, nbytes in parts:
+                if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
+                    raise TransferError(f"{self.peer}: {what} {offset}+{nbytes} reaches outside its slot of {self.nbytes} bytes")
+        end = 0
+        for chunk in self.chunks:
+            if chunk.offset != end:
+                raise TransferError(f"{self.peer}: its chunks leave bytes {end}:{chunk.offset} unread")
+            end += chunk.nbytes
+        if end != self.nbytes:
+            raise TransferError(f"{self.peer}: its chunks leave bytes {end}:{self.nbytes} unread")
+
+    def tensors_in(self, chunk: Chunk) -> str:
+        """Names of the tensors that have bytes in `chunk`, shortened, for errors."""
+        end = chunk.offset + chunk.nbytes
+        names = [s.name for s in self.shards if s.arena_offset < end and s.arena_offset + s.nbytes > chunk.offset]
+        return ", ".join(names if len(names) <= 2 else [names[0], "...", names[-1]])
+
+    def _digest(self) -> bytes:
+        bare = msgspec.structs.replace(self, digest=b"")
+        return hashlib.blake2b(msgspec.msgpack.encode(bare), digest_size=16).digest()
 
 
 class Manifest(msgspec.Struct, frozen=True):
@@ -58,6 +101,28 @@ class Manifest(msgspec.Struct, frozen=True):
     @property
     def nbytes(self) -> int:
         return sum(r.nbytes for r in self.ranks)
+
+    def check(self) -> None:
+        """Raises TransferError naming the rank whose share is altered, of another version, or there twice."""
+        if not self.ranks:
+            raise TransferError(f"the manifest of version {self.version} has no ranks")
+        seen: set[int] = set()
+        for rank in self.ranks:
+            rank.check()
+            if rank.version != self.version:
+                raise TransferError(f"{rank.peer} published version {rank.version}, the manifest is of {self.version}")
+            if rank.rank in seen:
+                raise TransferError(f"{rank.peer} is in the manifest of version {self.version} twice")
+            seen.add(rank.rank)
+
+
+def join(ranks: Sequence[RankManifest]) -> Manifest:
+    """The whole version from its ranks' shares. Raises TransferError if they are not of one version."""
+    if not ranks:
+        raise TransferError("no rank published anything: there is no version to hand on")
+    manifest = Manifest(ranks[0].version, list(ranks))
+    manifest.check()
+    return manifest
 
 
 class StagedTensor(msgspec.Struct, frozen=True):

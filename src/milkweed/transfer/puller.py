@@ -1,0 +1,358 @@
+"""The host's side: read a version one-sided from every trainer rank, verify it, and stage full tensors in shared memory."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import numpy as np
+import xxhash
+from monarch.actor import Actor, concurrent_endpoint
+
+from milkweed.errors import TransferError
+from milkweed.transfer import layout
+from milkweed.transfer.arena import Arena
+from milkweed.transfer.manifest import Chunk, Manifest, RankManifest, Staged
+from milkweed.transfer.nixl import Agent, Read
+from milkweed.transfer.slots import Slot, Slots
+from milkweed.types import PolicyVersion
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+
+WINDOW = 4
+"""READs posted ahead: over a network one alone would wait a round trip for each chunk."""
+GRACE_S = 1.0
+"""How long after its deadline a pull may take to notice; then its thread is abandoned."""
+QUARANTINE = 4
+"""Failed sessions kept when they do not stop; with more, something is wrong that only a new process mends."""
+
+
+class _Session:
+    """An agent, the private buffer it reads into and the reads planned with them. Dropped whole after any failure: an
+    abandoned READ may still write into its buffer, which therefore is never used again."""
+
+    def __init__(self, name: str, nbytes: int) -> None:
+        self.arena = Arena(nbytes)
+        self.agent = Agent(name, progress=False)
+        self.agent.register(self.arena)
+        self.reads: dict[tuple, list[Read]] = {}
+
+    def plan(self, rank: RankManifest, at: int) -> list[Read]:
+        """A READ for each chunk of the rank's slot, into the buffer from `at` on; prepared once for each of its slots."""
+        self.agent.add_peer(rank.agent, rank.metadata)
+        pieces = tuple((c.offset, c.nbytes) for c in rank.chunks)
+        key = (rank.agent, rank.address, at, pieces)
+        if key not in self.reads:
+            self.reads[key] = self.agent.prepare_reads(self.arena.address + at, rank.agent, rank.address, pieces)
+        return self.reads[key]
+
+    def forget_others(self, agents: set[str]) -> None:
+        """Drop the peers that the current manifest does not name: earlier incarnations of its ranks."""
+        for gone in self.agent.peers - agents:
+            self.reads = {key: reads for key, reads in self.reads.items() if key[0] != gone}
+            self.agent.remove_peer(gone)
+
+    def close(self) -> None:
+        self.reads.clear()
+        self.agent.close()
+
+
+class Puller:
+    """Reads versions of the weights for one host.
+
+    Files in /dev/shm begin with `mw-<token>-<name>`. Pulls run one after another, each in a thread of its own, so the
+    event loop goes on.
+
+    Args:
+        token: the fleet's token; whoever ends the fleet removes `/dev/shm/mw-<token>-*`.
+        name: the puller's name, one of a kind on its host.
+    """
+
+    def __init__(self, token: str, name: str = "puller") -> None:
+        self.name = name
+        self._slots = Slots(f"mw-{token}-{name}")
+        self._session: _Session | None = None
+        self._quarantine: list[_Session] = []
+        self._lock = threading.Lock()  # of the two above, and of the order between abandoning a pull and its last word
+        self._turn = asyncio.Lock()
+        self._last: dict[str, float] = {}
+        self._closed = False
+
+    async def pull(self, manifest: Manifest, deadline_s: float, holders: Sequence[str] = ()) -> Staged:
+        """The version as full tensors in shared memory, held for `holders` from the start.
+
+        Raises TransferError within `deadline_s` (and at most `GRACE_S`) naming the peer and the chunk or tensor: a rank is
+        dead, hung or slow, bytes differ from their digest, the manifest was altered, shards leave gaps or overlap, both
+        slots are held. What was staged and held before is then as it was. A version that is already here is not read
+        again.
+        """
+        deadline = time.monotonic() + deadline_s
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._turn.acquire()
+        except TimeoutError as error:
+            raise TransferError(f"{self.name}: the pull before that of version {manifest.version} took its {deadline_s:g} s") from error
+        try:
+            if self._closed:
+                raise TransferError(f"{self.name} is closed")
+            staged = self._ready(manifest)
+            if staged is None:
+                staged = await self._attempt(manifest, deadline, deadline_s)
+            for holder in holders:
+                self._slots.hold(holder, staged.version)
+            return staged
+        finally:
+            self._turn.release()
+
+    def hold(self, holder: str, version: PolicyVersion) -> Staged:
+        """Keep a staged version from being overwritten, for an engine that serves it or is about to."""
+        return self._slots.hold(holder, version)
+
+    def release(self, holder: str, version: PolicyVersion | None = None) -> None:
+        """End the holder's hold on `version`, or all its holds (None: it is dead)."""
+        self._slots.release(holder, version)
+
+    def status(self) -> dict[str, Any]:
+        """Slots with versions and holders, the last pull's bytes, seconds of each part and GB/s, sessions in quarantine."""
+        return {"slots": self._slots.status(), "last": dict(self._last), "quarantined": len(self._quarantine)}
+
+    def close(self) -> None:
+        """Stop the agent (waiting at most `GRACE_S` for it) and remove the shared-memory files; engines keep what they have
+        mapped."""
+        self._closed = True
+        if self._session is not None:
+            self._drop_session(self._session)
+        self._slots.close()
+        patience = time.monotonic() + GRACE_S
+        while self._quarantine and time.monotonic() < patience:
+            time.sleep(0.01)
+
+    def _ready(self, manifest: Manifest) -> Staged | None:
+        slot = self._slots.find(manifest.version)
+        return slot.staged if slot is not None and slot.source == _identity(manifest) else None
+
+    async def _attempt(self, manifest: Manifest, deadline: float, deadline_s: float) -> Staged:
+        stop = threading.Event()
+        work = _in_thread(lambda: self._pull(manifest, deadline, deadline_s, stop), f"{self.name}-pull")
+        try:
+            done, _ = await asyncio.wait({work}, timeout=max(0.0, deadline - time.monotonic()) + GRACE_S)
+        except asyncio.CancelledError:
+            self._abandon(stop)
+            raise
+        if not done:
+            self._abandon(stop)
+            ranks = ", ".join(r.peer for r in manifest.ranks)
+            raise TransferError(f"version {manifest.version}: not read and staged within {deadline_s:g} s from {ranks}")
+        return work.result()
+
+    def _abandon(self, stop: threading.Event) -> None:
+        """Leave a running pull to itself: nothing that it may still touch is used again."""
+        with self._lock:
+            stop.set()
+            if self._session is not None:
+                self._quarantine.append(self._session)  # its own thread closes it, if it ever returns
+                self._session = None
+            self._slots.retire()
+
+    def _pull(self, manifest: Manifest, deadline: float, deadline_s: float, stop: threading.Event) -> Staged:
+        """The whole pull, in a thread of its own."""
+        began = time.perf_counter()
+        manifest.check()
+        planned = layout.plan(manifest)
+        starts = np.cumsum([0] + [layout.aligned(r.nbytes, 4096) for r in manifest.ranks]).tolist()
+        slot = self._slots.claim(planned.nbytes)
+        session: _Session | None = None
+        try:
+            session = self._open_session(starts[-1], stop)
+            ready = time.perf_counter()
+            try:
+                self._read(session, manifest, starts, deadline, deadline_s, stop)
+            except BaseException:
+                self._drop_session(session)
+                raise
+            arrived = time.perf_counter()
+            self._slots.begin(slot)
+            sources = [session.arena.bytes[at : at + r.nbytes] for at, r in zip(starts, manifest.ranks, strict=False)]
+            layout.assemble(planned, sources, slot.bytes)
+            staged = self._stage(slot, manifest, planned, stop)
+        finally:
+            self._slots.unclaim(slot)
+            if stop.is_set() and session is not None:
+                self._bury(session)
+        ended = time.perf_counter()
+        self._last = {
+            "nbytes": manifest.nbytes, "plan_s": ready - began, "read_s": arrived - ready, "assemble_s": ended - arrived,
+            "read_gb_s": manifest.nbytes / max(arrived - ready, 1e-9) / 1e9,
+        }  # fmt: skip
+        return staged
+
+    def _stage(self, slot: Slot, manifest: Manifest, planned: layout.Layout, stop: threading.Event) -> Staged:
+        digest = xxhash.xxh3_64_intdigest(slot.bytes[: planned.nbytes])
+        staged = Staged(manifest.version, str(slot.file.path), slot.offset, planned.nbytes, digest, planned.tensors)
+        with self._lock:
+            _check_stop(manifest, stop)
+            self._slots.stage(slot, staged, _identity(manifest))
+        return staged
+
+    def _open_session(self, nbytes: int, stop: threading.Event) -> _Session:
+        if self._session is not None and self._session.arena.nbytes < nbytes:
+            self._drop_session(self._session)
+        if self._session is not None:
+            return self._session
+        if len(self._quarantine) > QUARANTINE:
+            raise TransferError(f"{self.name}: {len(self._quarantine)} failed NIXL sessions did not stop; replace this puller")
+        session = _Session(self.name, nbytes)
+        with self._lock:
+            if not stop.is_set():
+                self._session = session
+        return session
+
+    def _read(
+        self, session: _Session, manifest: Manifest, starts: list[int], deadline: float, deadline_s: float, stop: threading.Event
+    ) -> None:
+        """Read every chunk of every rank, `WINDOW` posted at a time, verifying in a second thread what has arrived."""
+        session.forget_others({r.agent for r in manifest.ranks})
+        work: deque[tuple[RankManifest, Chunk, int, Read]] = deque()
+        for rank, at in zip(manifest.ranks, starts, strict=False):
+            with _naming(f"version {manifest.version} from {rank.peer}"):
+                work.extend((rank, c, at + c.offset, read) for c, read in zip(rank.chunks, session.plan(rank, at), strict=True))
+        posted: deque[tuple[RankManifest, Chunk, int, Read, bool]] = deque()
+        checks: list[tuple[RankManifest, Chunk, Future[int]]] = []
+        with ThreadPoolExecutor(1, thread_name_prefix=f"{self.name}-verify") as verifier:
+            while work or posted:
+                while work and len(posted) < WINDOW:
+                    rank, chunk, at, read = work.popleft()
+                    _check_time(manifest, rank, chunk, deadline, deadline_s, stop)
+                    with _naming(_place(manifest, rank, chunk)):
+                        posted.append((rank, chunk, at, read, read.start()))
+                rank, chunk, at, read, done = posted.popleft()
+                began = time.monotonic()
+                with _naming(_place(manifest, rank, chunk)):
+                    while not done:
+                        _check_time(manifest, rank, chunk, deadline, deadline_s, stop)
+                        # polling is what moves the bytes of a network transport: without rest first, then with
+                        time.sleep(0 if time.monotonic() - began < 0.005 else 2e-4)
+                        done = read.done()
+                checks.append((rank, chunk, verifier.submit(xxhash.xxh3_64_intdigest, session.arena.bytes[at : at + chunk.nbytes])))
+            for rank, chunk, digest in checks:
+                if digest.result() != chunk.digest:
+                    raise TransferError(
+                        f"{_place(manifest, rank, chunk)}: bytes differ from their digest; the slot was overwritten while it was "
+                        "read (a lease ended too soon) or they were altered on the way"
+                    )
+
+    def _drop_session(self, session: _Session) -> None:
+        with self._lock:
+            if self._session is not session:
+                return  # abandoned: already in quarantine
+            self._session = None
+            self._quarantine.append(session)
+        threading.Thread(target=self._bury, args=(session,), name=f"{self.name}-quarantine", daemon=True).start()
+
+    def _bury(self, session: _Session) -> None:
+        """Stop the session's agent; its buffer is freed only once that has returned."""
+        session.close()
+        with self._lock:
+            if session in self._quarantine:
+                self._quarantine.remove(session)
+
+
+class PullerActor(Actor):
+    """A `Puller` in a Monarch process of its own; its endpoints overlap, so holds and status answer during a pull."""
+
+    def __init__(self, token: str, name: str = "puller") -> None:
+        self._puller = Puller(token, name)
+
+    @concurrent_endpoint
+    async def pull(self, manifest: Manifest, deadline_s: float, holders: Sequence[str] = ()) -> Staged:
+        try:
+            return await self._puller.pull(manifest, deadline_s, holders)
+        except asyncio.CancelledError as error:  # escaping an endpoint it would silently kill the actor
+            raise TransferError(f"the pull of version {manifest.version} was cancelled") from error
+
+    @concurrent_endpoint
+    async def hold(self, holder: str, version: PolicyVersion) -> Staged:
+        return self._puller.hold(holder, version)
+
+    @concurrent_endpoint
+    async def release(self, holder: str, version: PolicyVersion | None = None) -> None:
+        self._puller.release(holder, version)
+
+    @concurrent_endpoint
+    async def status(self) -> dict[str, Any]:
+        return self._puller.status()
+
+    @concurrent_endpoint
+    async def close(self) -> None:
+        await asyncio.to_thread(self._puller.close)
+
+
+class _naming:
+    """Puts the place in front of a TransferError raised inside."""
+
+    def __init__(self, place: str) -> None:
+        self.place = place
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, TransferError):
+            raise TransferError(f"{self.place}: {error}") from error
+
+
+def _place(manifest: Manifest, rank: RankManifest, chunk: Chunk) -> str:
+    return f"version {manifest.version} from {rank.peer}, bytes {chunk.offset}:{chunk.offset + chunk.nbytes} ({rank.tensors_in(chunk)})"
+
+
+def _check_time(
+    manifest: Manifest, rank: RankManifest, chunk: Chunk, deadline: float, deadline_s: float, stop: threading.Event
+) -> None:
+    _check_stop(manifest, stop)
+    if time.monotonic() > deadline:
+        raise TransferError(f"{_place(manifest, rank, chunk)}: no answer within {deadline_s:g} s; the rank is hung, stopped or unreachable")
+
+
+def _check_stop(manifest: Manifest, stop: threading.Event) -> None:
+    if stop.is_set():
+        raise TransferError(f"the pull of version {manifest.version} was abandoned")
+
+
+def _identity(manifest: Manifest) -> bytes:
+    """What tells two manifests of one version apart."""
+    return b"".join(r.digest for r in manifest.ranks)
+
+
+def _in_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
+    """Run in a daemon thread: unlike an executor's, one that never returns does not keep the process from ending."""
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[T] = loop.create_future()
+
+    def settle(value: T | None, error: BaseException | None) -> None:
+        if result.cancelled():
+            return
+        if error is not None:
+            result.set_exception(error)
+        else:
+            result.set_result(value)  # type: ignore[arg-type]
+
+    def run() -> None:
+        value, error = None, None
+        try:
+            value = work()
+        except BaseException as caught:  # handed to whoever awaits, whatever it is
+            error = caught
+        try:
+            loop.call_soon_threadsafe(settle, value, error)
+        except RuntimeError:  # the loop is closed: nobody awaits any more
+            _log.warning("%s ended after its event loop: %r", name, error or "done")
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return result
