@@ -1,0 +1,201 @@
+"""Mesh files: which hosts there are and what runs where. Wrong ones are refused before any process starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from milkweed.config import reading
+from milkweed.errors import ConfigError
+
+DTYPES = Literal["float32", "bfloat16"]
+# Kinds of hosts the design names and this version cannot bring up.
+FUTURE_KINDS = ("addresses", "slurm", "kubernetes", "ray")
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where one replica runs."""
+
+    host: int
+    """Index of the host."""
+    gpus: tuple[int, ...] = ()
+    """Its GPUs, by their numbers on that host; empty on CPU."""
+    threads: int = 1
+    """CPU threads of each of its processes."""
+    cpu: bool = True
+
+    def environment(self) -> dict[str, str]:
+        """What its processes must find in the environment when they start."""
+        env = {"OMP_NUM_THREADS": str(self.threads)}
+        return env if self.cpu else env | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self.gpus))}
+
+
+class HostsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    kind: str = "local"
+    """`local`: processes on this machine."""
+    count: int = 1
+    """How many hosts. With kind `local` more than one share the machine; its GPUs are split between them."""
+    gpus: int = 0
+    """GPUs of each host."""
+    orphan_grace_s: float = 0
+    """Seconds the hosts outlive a controller that died; only 0 (all gone within 5 s) is supported."""
+
+
+class TrainerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One policy, or its frozen reference."""
+
+    data_parallel_replicate: int = 1
+    """Copies of the sharded model (HSDP with `data_parallel_shard` above 1)."""
+    data_parallel_shard: int = 1
+    """Ranks that the parameters are sharded over (FSDP)."""
+    tensor_parallel: int = 1
+    """Ranks that each matrix is split over."""
+    context_parallel: int = 1
+    """Ranks that each sequence is split over."""
+    dtype: DTYPES = "float32"
+    """What the forward and backward pass compute in; the master weights are float32."""
+    threads: int = 1
+    """CPU threads of each process."""
+
+    @property
+    def procs(self) -> int:
+        """Processes: the product of the degrees."""
+        return self.data_parallel_replicate * self.data_parallel_shard * self.tensor_parallel * self.context_parallel
+
+
+class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The engines that sample."""
+
+    replicas: int = 1
+    """How many engines."""
+    tensor_parallel: int = 1
+    """Ranks inside each engine."""
+    threads: int = 1
+    """CPU threads of each rank."""
+    engine: dict[str, Any] = {}
+    """Handed to SGLang's ServerArgs as they are."""
+
+
+class RewardConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    replicas: int = 1
+    """How many processes score."""
+    threads: int = 1
+    """CPU threads of each."""
+
+
+class MeshConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Hosts and roles. `origin` is the file it came from."""
+
+    name: str = "local"
+    device: Literal["cpu", "cuda"] = "cpu"
+    """What the trainer and the engines compute on."""
+    hosts: HostsConfig = HostsConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    reference: TrainerConfig | None = None
+    """Its own processes and devices; absent, a recipe that needs one gets the trainer's degrees on the trainer's devices."""
+    rollout: EngineConfig = EngineConfig()
+    reward: RewardConfig = RewardConfig()
+    origin: str = "this mesh"
+
+    def __post_init__(self) -> None:
+        self._check_values()
+        self._layout()
+
+    def place(self, role: str, index: int) -> Place:
+        """Where replica `index` of `role` runs. A role that the file does not know (a puller, a user's own) runs on
+        host `index` of the hosts in turn, without a GPU."""
+        if role == "trainer" and index != 0 or role == "reference" and index != 0:
+            raise ConfigError(f"{self.origin}: there is one {role}, so {role}{index} has no place")
+        found = self._layout().get((role, index))
+        return found or Place(index % self.hosts.count, (), 1, self.device == "cpu")
+
+    @property
+    def reference_degrees(self) -> TrainerConfig:
+        """The reference's degrees: its own table's, or the trainer's."""
+        return self.reference or self.trainer
+
+    def _check_values(self) -> None:
+        if self.hosts.kind != "local":
+            raise self._wrong(
+                "hosts.kind",
+                f"{self.hosts.kind!r} "
+                + ("is not supported by this version" if self.hosts.kind in FUTURE_KINDS else "is unknown")
+                + "; only 'local' (processes on this machine) is",
+            )
+        if self.hosts.orphan_grace_s != 0:
+            raise self._wrong("hosts.orphan_grace_s", f"{self.hosts.orphan_grace_s:g} is not supported by this version; set it to 0")
+        for table in ("hosts", "trainer", "reference", "rollout", "reward"):
+            part = getattr(self, table)
+            for key in part.__struct_fields__ if part is not None else ():
+                value = getattr(part, key)
+                least = 0 if (table, key) in (("hosts", "gpus"), ("rollout", "replicas"), ("reward", "replicas")) else 1
+                if isinstance(value, int) and not isinstance(value, bool) and key != "orphan_grace_s" and value < least:
+                    raise self._wrong(f"{table}.{key}", f"{value} is too few; at least {least}")
+        if self.device == "cuda" and self.hosts.gpus == 0:
+            raise self._wrong("hosts.gpus", "device is 'cuda', so say how many GPUs each host has")
+        if self.device == "cpu" and self.hosts.gpus:
+            raise self._wrong("hosts.gpus", f"{self.hosts.gpus}, but device is 'cpu'; set device = \"cuda\" or leave gpus out")
+
+    def _layout(self) -> dict[tuple[str, int], Place]:
+        """Every replica's place. Roles take GPUs in the order trainer, reference, rollout; one replica stays on one host."""
+        cpu = self.device == "cpu"
+        free = [list(range(h * self.hosts.gpus, (h + 1) * self.hosts.gpus)) for h in range(self.hosts.count)]
+        found: dict[tuple[str, int], Place] = {}
+
+        def put(role: str, index: int, gpus: int, threads: int) -> None:
+            if cpu:
+                found[role, index] = Place(index % self.hosts.count, (), threads, True)
+                return
+            for host, left in enumerate(free):
+                if len(left) >= gpus:
+                    found[role, index] = Place(host, tuple(left[:gpus]), threads, False)
+                    del left[:gpus]
+                    return
+            have = self.hosts.count * self.hosts.gpus
+            taken = have - sum(map(len, free))
+            key = f"{role}.replicas" if role == "rollout" else role
+            raise self._wrong(
+                key,
+                f"{role}{index} needs {gpus} GPU{'s' * (gpus > 1)} of one host; {taken} of {have} are taken "
+                f"(hosts.count {self.hosts.count} x hosts.gpus {self.hosts.gpus}): lower a degree or {key}, or add GPUs",
+            )
+
+        put("trainer", 0, self.trainer.procs, self.trainer.threads)
+        if self.reference is not None:
+            put("reference", 0, self.reference.procs, self.reference.threads)
+        else:
+            found["reference", 0] = found["trainer", 0]
+        for index in range(self.rollout.replicas):
+            put("rollout", index, self.rollout.tensor_parallel, self.rollout.threads)
+        for index in range(self.reward.replicas):
+            found["reward", index] = Place(index % self.hosts.count, (), self.reward.threads, cpu)
+        return found
+
+    def _wrong(self, key: str, what: str) -> ConfigError:
+        return ConfigError(f"{self.origin}: {key}: {what}")
+
+
+def mesh_files() -> Path:
+    """The folder of the mesh files that come with Milkweed: of the checkout, or of the installed package."""
+    return shipped("meshes")
+
+
+def shipped(folder: str) -> Path:
+    """A top-level folder of the project (`meshes`, `recipes`), which a wheel carries inside the package."""
+    package = Path(__file__).resolve().parents[1]
+    checkout = package.parents[1]
+    return checkout / folder if (checkout / "pyproject.toml").is_file() and package.parent.name == "src" else package / folder
+
+
+def load_mesh(path_or_name: str | Path = "local", overrides: tuple[str, ...] | list[str] = ()) -> MeshConfig:
+    """The mesh of a TOML file, or of one that comes with Milkweed by its name ("local"). Raises ConfigError."""
+    path = Path(path_or_name)
+    if path.suffix != ".toml" and not path.is_file():
+        names = sorted(f.stem for f in mesh_files().glob("*.toml"))
+        if str(path_or_name) not in names:
+            hint = reading.suggest(str(path_or_name), names)
+            raise ConfigError(f"no mesh named {str(path_or_name)!r}: {hint}give a .toml file or one of {', '.join(names)}")
+        path = mesh_files() / f"{path_or_name}.toml"
+    return reading.load(MeshConfig, path, [f"origin={path}", *overrides])

@@ -1,0 +1,213 @@
+"""A fleet: the hosts of a mesh, brought up and taken down, and the replicas that run on them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from milkweed.config import MeshConfig
+from milkweed.errors import ConfigError, DeadlineExceeded, FleetError, PeerDied, RemoteError
+from milkweed.fleet import monarch_compat, processes
+from milkweed.fleet.agent import Agent
+from milkweed.fleet.host import Host, tail
+from milkweed.fleet.replica import Replica
+
+HOST_DEADLINE_S = 60.0
+
+
+class Fleet:
+    """Live hosts with replicas on them. `async with await Fleet.start(mesh) as fleet: ...`
+
+    `token` names this fleet on its machines: its shared memory is `/dev/shm/mw-TOKEN-*`, its temporary folder (`tmp`,
+    gone when it stops) is `milkweed-TOKEN`. However the controller ends, everything is gone within 5 seconds.
+    """
+
+    def __init__(self, mesh: MeshConfig, run_dir: Path | None) -> None:
+        self.mesh, self.run_dir = mesh, run_dir
+        self.token = secrets.token_hex(4)
+        self.tmp = Path(tempfile.gettempdir()) / f"{processes.FOLDER_PREFIX}{self.token}"
+        self.logs = self.tmp / "logs" if run_dir is None else Path(run_dir).resolve() / "logs"
+        self.hosts: list[Host] = []
+        self.replicas: list[Replica] = []
+        self._by_uid: dict[str, Replica] = {}
+        self._count = 0
+        self._stopped = False
+        self._ticker: asyncio.Task[None] | None = None
+        self._log_lock = threading.Lock()
+
+    @classmethod
+    async def start(cls, mesh: MeshConfig, run_dir: Path | str | None = None) -> Fleet:
+        """Bring the hosts up. Logs go to `run_dir/logs`, or to a folder that is removed at `stop`.
+
+        Raises ConfigError, or PeerDied or DeadlineExceeded of kind `refused` if a host does not come up.
+        """
+        monarch_compat.check_version()
+        fleet = cls(mesh, None if run_dir is None else Path(run_dir))
+        await asyncio.to_thread(processes.sweep_dead_runs)
+        fleet.tmp.mkdir(mode=0o700)
+        processes.note(fleet.tmp / "owner.json", processes.me())
+        try:
+            fleet.logs.mkdir(parents=True, exist_ok=True)
+            monarch_compat.install_fault_hook(fleet.heard)
+            monarch_compat.open_context(fleet.tmp)
+            for index in range(mesh.hosts.count):
+                host = Host(index, fleet.tmp, fleet.token, fleet.logs / f"host{index}.log")
+                host.on_exit, host.on_lost = fleet._process_gone, fleet._host_gone
+                fleet.hosts.append(host)
+                host.launch(fleet.environment())
+            await asyncio.gather(*(h.attach(HOST_DEADLINE_S) for h in fleet.hosts))
+        except BaseException:
+            await fleet.stop()
+            raise
+        if "ipykernel" in sys.modules:
+            # a kernel delivers an interrupt to an awaiting cell only when its loop turns
+            fleet._ticker = asyncio.get_running_loop().create_task(_tick())
+        return fleet
+
+    async def spawn(
+        self,
+        role: str,
+        index: int,
+        actor_class: type,
+        *args: Any,
+        procs: int = 1,
+        env: dict[str, str] | None = None,
+        host: int | None = None,
+        distributed: bool = False,
+        deadline_s: float = 120.0,
+    ) -> Replica:
+        """Start a replica: `procs` processes on one host, each with `actor_class(*args)`; returns when all are up.
+
+        Where it runs, its threads and its GPUs are the mesh's choice for `role` and `index` unless `host` or `env`
+        say otherwise. `distributed` sets what `torch.distributed` reads from the environment. Raises RemoteError if
+        the constructor raised, PeerDied if a process died, DeadlineExceeded after `deadline_s`; kind `refused`. What
+        had started is gone then.
+        """
+        if self._stopped:
+            raise ConfigError("the fleet has been stopped; start another with Fleet.start")
+        place = self.mesh.place(role, index)
+        where = self.hosts[place.host if host is None else host]
+        if where.lost:
+            raise PeerDied(f"{role}{index}", "lost", where.lost)
+        self._count += 1
+        uid = f"{role}{index}g{self._count}"
+        replica = Replica(self, role, index, uid, where, self.logs / f"{role}{index}.log")
+        self._by_uid[uid] = replica
+        end = time.monotonic() + deadline_s
+        try:
+            await self._bring_up(replica, actor_class, args, procs, place.environment() | (env or {}), distributed, end)
+        except FleetError as error:
+            await replica.stop()
+            lines = "" if isinstance(error, PeerDied) else f"\n{tail(replica.log)}"
+            raise type(error)(replica.name, "refused", error.cause + lines) from error
+        except BaseException:
+            await replica.stop()
+            raise
+        self.replicas.append(replica)
+        return replica
+
+    async def _bring_up(
+        self, replica: Replica, actor_class: type, args: tuple[Any, ...], procs: int, env: dict[str, str], distributed: bool, end: float
+    ) -> None:
+        own = {processes.REPLICA_VAR: replica.uid, processes.HOST_VAR: replica.host.name, "MILKWEED_LOG": str(replica.log)}
+        command = monarch_compat.replica_command(sys.executable, self.environment() | env | own)
+
+        async def within(answer: Any, what: str) -> Any:
+            return await replica.settle(answer.as_asyncio(), what, max(0.1, end - time.monotonic()))
+
+        replica.procs = replica.host.mesh.spawn_procs({"procs": procs}, name=replica.uid, bootstrap_command=command)
+        agents = replica.procs.spawn(f"{replica.uid}-agent", Agent)
+        found = await within(agents.pid.call(), "the start of its processes")
+        replica.pids = [pid for _, pid in found.items()]
+        replica.host.watch(replica.uid, replica.pids)
+        if distributed:
+            first = agents if procs == 1 else agents.slice(hosts=0, procs=0)
+            port = await within(first.free_port.call_one(), "the choice of a port")
+            left = max(0.1, end - time.monotonic())
+            task = asyncio.ensure_future(monarch_compat.set_distributed_environment(replica.procs, "127.0.0.1", port))
+            await replica.settle(task, "the set-up of torch.distributed", left)
+        replica.actors = replica.procs.spawn(replica.uid, actor_class, *args)
+        await within(replica.actors.initialized, f"the constructor of {actor_class.__name__}")
+
+    async def stop(self) -> None:
+        """Take everything down: every process, its children, its shared memory and the temporary folder."""
+        if self._stopped:
+            return
+        self._stopped = True
+        if self._ticker is not None:
+            self._ticker.cancel()
+        for replica in list(self._by_uid.values()):
+            replica.fail(PeerDied(replica.name, "died", "the fleet was stopped"))
+            replica.stopped = True
+        await asyncio.gather(*(asyncio.to_thread(h.stop) for h in self.hosts))
+        self._by_uid.clear()
+        self.replicas.clear()
+        shutil.rmtree(self.tmp, ignore_errors=True)
+
+    async def __aenter__(self) -> Fleet:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    def environment(self) -> dict[str, str]:
+        """What every process of the fleet starts with."""
+        env = dict(os.environ)
+        env.setdefault("OMP_NUM_THREADS", "1")
+        env.setdefault("TOKENIZERS_PARALLELISM", "false")
+        env.pop(processes.REPLICA_VAR, None)
+        return env | {
+            processes.TOKEN_VAR: self.token,
+            "TMPDIR": str(self.tmp),
+            "PYTHONPATH": os.pathsep.join(_import_path()),
+            "PYTHONUNBUFFERED": "1",
+        }
+
+    def heard(self, report: str) -> None:
+        """Keep a report of Monarch's in `fleet.log`; the failures in it reach callers by their own ways."""
+        with self._log_lock:
+            if self.logs.is_dir():
+                with (self.logs / "fleet.log").open("a") as log:
+                    log.write(f"{time.strftime('%H:%M:%S')} {report.strip()}\n")
+
+    def forget(self, replica: Replica) -> None:
+        """Called by a replica that was stopped."""
+        self._by_uid.pop(replica.uid, None)
+        if replica in self.replicas:
+            self.replicas.remove(replica)
+
+    def _process_gone(self, uid: str, pid: int) -> None:
+        replica = self._by_uid.get(uid)
+        if replica is not None:
+            rank = replica.pids.index(pid)
+            replica.fail(replica.died(f"process {pid} (rank {rank}) ended"))
+
+    def _host_gone(self, host: Host, why: str) -> None:
+        self.heard(why)
+        for replica in list(self._by_uid.values()):
+            if replica.host is host:
+                replica.fail(PeerDied(replica.name, "lost", why))
+
+
+def _import_path() -> list[str]:
+    """The folders from which this process imports, beyond the environment's own: replicas import the same code."""
+    own = tuple(str(Path(p).resolve()) for p in (sys.prefix, sys.base_prefix))
+    folders = [str(Path(p or ".").resolve()) for p in sys.path]
+    package = str(Path(__file__).resolve().parents[2])
+    return list(dict.fromkeys(f for f in [*folders, package] if Path(f).is_dir() and not f.startswith(own)))
+
+
+async def _tick() -> None:
+    while True:
+        await asyncio.sleep(0.1)

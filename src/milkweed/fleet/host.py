@@ -1,0 +1,152 @@
+"""One host of a fleet as the controller sees it: its keeper process, the worker under it, and what the keeper reports."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from milkweed.errors import DeadlineExceeded, PeerDied
+from milkweed.fleet import monarch_compat, processes
+
+KEEPER = Path(__file__).with_name("keeper.py")
+SERVE = "import sys; from milkweed.fleet.monarch_compat import serve_host; serve_host(sys.argv[1])"
+
+
+class Host:
+    """`index` in the mesh, `log` of the keeper and the worker, `mesh` (Monarch's host mesh), `lost` once it is gone.
+
+    A thread reads the keeper's reports, so that leftovers of a killed keeper are swept even while the controller's loop is busy.
+    """
+
+    def __init__(self, index: int, folder: Path, token: str, log: Path) -> None:
+        self.index, self.folder, self.token, self.log = index, folder, token, log
+        self.name = f"host{index}"
+        self.mesh: Any = None
+        self.lost: str | None = None
+        self.on_exit: Callable[[str, int], None] = lambda name, pid: None
+        self.on_lost: Callable[[Host, str], None] = lambda host, why: None
+        self.stopping = False
+        self._ended = threading.Event()
+        self._killed: dict[str, threading.Event] = {}
+        self._keeper: subprocess.Popen[bytes] | None = None
+        self._write = threading.Lock()
+
+    def launch(self, environment: Mapping[str, str]) -> None:
+        """Start the keeper, and under it the worker."""
+        address = f"ipc://{self.folder}/h{self.index}"
+        me = processes.me()
+        owner = [str(me["pid"]), str(me["started"])]
+        worker = [sys.executable, "-P", "-c", SERVE, address]
+        with self.log.open("ab") as log:
+            self._keeper = subprocess.Popen(
+                # -S -E: no site packages, no PYTHON* variables: nothing that a user's set-up could break
+                [sys.executable, "-S", "-E", str(KEEPER), str(self.folder), self.token, self.name, *owner, *worker],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=dict(environment) | {processes.HOST_VAR: self.name},
+                start_new_session=True,  # the terminal's Ctrl-C is for the controller
+            )
+        self.address = address
+        threading.Thread(target=self._listen, name=f"milkweed-{self.name}", daemon=True).start()
+
+    async def attach(self, deadline_s: float) -> None:
+        """Connect to the worker. Raises PeerDied or DeadlineExceeded (kind `refused`)."""
+        self.mesh = monarch_compat.attach(self.address, self.name)
+        ready = asyncio.ensure_future(self.mesh.initialized.as_asyncio())
+        end = asyncio.get_running_loop().time() + deadline_s
+        while not ready.done():
+            await asyncio.wait({ready}, timeout=0.1)
+            if self.lost:
+                raise PeerDied(self.name, "refused", f"{self.lost}\n{tail(self.log)}")
+            if not ready.done() and asyncio.get_running_loop().time() > end:
+                raise DeadlineExceeded(
+                    self.name, "refused", f"the worker did not come up in {deadline_s:g} s; see {self.log}\n{tail(self.log)}"
+                )
+        try:
+            ready.result()
+        except Exception as error:  # Monarch raises plain exceptions of many kinds here
+            raise PeerDied(self.name, "refused", f"{error}\n{tail(self.log)}") from error
+
+    def watch(self, name: str, pids: list[int]) -> None:
+        """Report (`on_exit`) as soon as one of these processes ends."""
+        self._order(watch=name, pids=pids)
+
+    async def kill(self, name: str, deadline_s: float = 5.0) -> None:
+        """Kill every process of a replica, its children too. Returns once they are gone, or at the deadline: what
+        is left then is killed when the host stops."""
+        if self.lost:
+            return
+        done = self._killed.setdefault(name, threading.Event())
+        self._order(kill=name)
+        await asyncio.to_thread(done.wait, deadline_s)
+
+    def stop(self, within_s: float = 8.0) -> None:
+        """End the host: everything on it is killed, its shared memory removed. Blocks."""
+        self.stopping = True
+        if self._keeper is None:
+            return
+        self._order(stop=True)
+        if not self._ended.wait(within_s):
+            # only a keeper that is itself stopped or stuck comes here
+            self._keeper.kill()
+            self._ended.wait(5.0)
+        try:
+            self._keeper.wait(5.0)
+        except subprocess.TimeoutExpired as error:
+            raise DeadlineExceeded(self.name, "hung", f"keeper {self._keeper.pid} does not die") from error
+
+    def _order(self, **order: Any) -> None:
+        assert self._keeper is not None and self._keeper.stdin is not None
+        data = (json.dumps(order) + "\n").encode()
+        with self._write:
+            try:
+                self._keeper.stdin.write(data)
+                self._keeper.stdin.flush()
+            except (BrokenPipeError, ValueError):
+                return  # it is gone; the listener finds that out and reports it
+
+    def _listen(self) -> None:
+        assert self._keeper is not None and self._keeper.stdout is not None
+        bye = False
+        for line in self._keeper.stdout:
+            event = json.loads(line)
+            if "exit" in event:
+                self.on_exit(event["exit"], event["pid"])
+            elif "killed" in event:
+                self._killed.setdefault(event["killed"], threading.Event()).set()
+            elif "host_exit" in event:
+                self._lose("its worker process died")
+            elif "bye" in event:
+                bye = True
+        if not bye:
+            # killed from outside: its worker dies with it, but not what the replicas started
+            processes.sweep_processes(self.folder, self.token, self.name)
+            processes.leave(self.folder, self.token, self.name)
+            self._lose("its keeper process was killed")
+        self._ended.set()
+
+    def _lose(self, why: str) -> None:
+        if self.lost is None:
+            self.lost = f"host {self.name} is gone: {why}"
+            if not self.stopping:
+                self.on_lost(self, self.lost)
+
+
+def tail(log: Path, lines: int = 20) -> str:
+    """The last lines of a log, for an error's text; empty if there is none."""
+    try:
+        with log.open("rb") as f:
+            f.seek(0, os.SEEK_END)
+            f.seek(max(0, f.tell() - 16384))
+            text = f.read().decode(errors="replace")
+    except FileNotFoundError:
+        return ""
+    return "\n".join(text.splitlines()[-lines:])

@@ -1,0 +1,123 @@
+"""The one place that knows Monarch: its environment, its private parts, its errors. Read from Monarch 0.7.0.
+
+Importing this module imports Monarch (not torch), with the environment that makes it notice a death in about a second
+instead of ten to seventy.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from typing import Any
+
+from milkweed.errors import ConfigError
+
+MONARCH_VERSION = "0.7.0"
+
+ENVIRONMENT = {
+    "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "1s",
+    "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "3s",
+    "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "3s",
+    # at least the sum of the three above, or a slow answer counts as a dead controller
+    "HYPERACTOR_MESH_SUPERVISION_WATCHDOG_TIMEOUT": "10s",
+    "HYPERACTOR_MESH_PROC_STOP_MAX_IDLE": "3s",
+    "HYPERACTOR_MESH_PROC_SPAWN_MAX_IDLE": "60s",
+    "HYPERACTOR_HOST_SPAWN_READY_TIMEOUT": "60s",
+    "HYPERACTOR_MESH_ORPHAN_TIMEOUT": "15s",
+    # an engine's start takes long on a busy machine; our own deadlines are shorter where it matters
+    "HYPERACTOR_MESH_ACTOR_SPAWN_MAX_IDLE": "1800s",
+    "HYPERACTOR_MESH_BOOTSTRAP_ENABLE_PDEATHSIG": "true",
+    "HYPERACTOR_MESH_ENABLE_LOG_FORWARDING": "false",
+    "HYPERACTOR_MESH_ENABLE_FILE_CAPTURE": "false",
+    # its own log grows by 18 MB an hour at the default level
+    "MONARCH_FILE_LOG_LEVEL": "error",
+}
+
+for _name, _value in ENVIRONMENT.items():
+    os.environ.setdefault(_name, _value)
+
+import monarch.actor  # noqa: E402
+from monarch._rust_bindings.monarch_hyperactor.config import reload_config_from_env  # noqa: E402
+from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand  # noqa: E402
+from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError  # noqa: E402
+from monarch.actor import Actor, ActorError, concurrent_endpoint, endpoint  # noqa: E402
+
+# where someone imported Monarch before us it has read the environment already
+reload_config_from_env()
+
+__all__ = [
+    "Actor",
+    "ActorError",
+    "BootstrapCommand",
+    "SupervisionError",
+    "attach",
+    "check_version",
+    "concurrent_endpoint",
+    "endpoint",
+    "install_fault_hook",
+    "open_context",
+    "run_replica_process",
+    "serve_host",
+    "set_distributed_environment",
+]
+
+
+def check_version() -> None:
+    """Raises ConfigError unless the installed Monarch is the one these private imports were read from."""
+    found = version("torchmonarch")
+    if found.split("+")[0] != MONARCH_VERSION:
+        raise ConfigError(
+            f"torchmonarch {found} is installed; milkweed needs {MONARCH_VERSION}: pip install torchmonarch=={MONARCH_VERSION}"
+        )
+
+
+def install_fault_hook(heard: Callable[[str], None]) -> None:
+    """Hand reports of faults that nobody caught to `heard`. Monarch's own hook ends the controller."""
+    monarch.actor.unhandled_fault_hook = lambda failure: heard(failure.report())
+
+
+def open_context(folder: os.PathLike[str]) -> None:
+    """Make this process a Monarch client, with its sockets in `folder` (it would leave them in the temporary
+    directory). Does nothing the second time."""
+    before = os.environ.get("TMPDIR")
+    os.environ["TMPDIR"] = os.fspath(folder)
+    try:
+        monarch.actor.context()
+    finally:
+        if before is None:
+            del os.environ["TMPDIR"]
+        else:
+            os.environ["TMPDIR"] = before
+
+
+def attach(address: str, name: str) -> Any:
+    """The host mesh of one worker that serves at `address`."""
+    return monarch.actor.attach_to_workers(ca="trust_all_connections", workers=[address], name=name)
+
+
+def replica_command(program: str, environment: Mapping[str, str]) -> BootstrapCommand:
+    """How a worker starts one process of a replica: our bootstrap, which then runs Monarch's."""
+    return BootstrapCommand(program, None, ["-P", "-m", "milkweed.fleet.replica_main"], dict(environment))
+
+
+async def set_distributed_environment(proc_mesh: Any, address: str, port: int) -> None:
+    """Give every process of the mesh what `torch.distributed` reads: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ..."""
+    from monarch.spmd import setup_torch_elastic_env_async
+
+    await setup_torch_elastic_env_async(proc_mesh, master_addr=address, master_port=port)
+
+
+def serve_host(address: str) -> None:
+    """Be the worker of one host until killed."""
+    monarch.actor.run_worker_loop_forever(address=address, ca="trust_all_connections")
+
+
+def run_replica_process() -> None:
+    """What `python -m monarch._src.actor.bootstrap_main` does, in this process."""
+    import multiprocessing
+
+    from monarch._src.actor.bootstrap_main import invoke_main
+
+    multiprocessing.set_start_method("forkserver", force=True)
+    invoke_main()
