@@ -52,3 +52,8 @@ class TransferError(MilkweedError):
 
 class RewardError(MilkweedError):
     """A reward function failed on one sample: it raised, gave no finite number, or passed its deadline."""
+
+
+class StepRefused(MilkweedError):
+    """An optimiser step was not applied: the loss or the gradient was not finite, or the loss function raised.
+    Parameters, optimiser and version are what they were."""

@@ -1,0 +1,351 @@
+"""One rank of a trainer, without Monarch: forward and backward passes, the optimiser step, checkpoints, weights out.
+
+Every method is collective: all ranks call it with the same arguments. A failure that one rank meets is agreed on
+before the next collective, so that all raise and none waits for the others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from milkweed.errors import ConfigError, DataError, StepRefused, TransferError
+from milkweed.training import batching, shards, titan
+from milkweed.training.checkpoints import Checkpoints
+from milkweed.training.config import TrainerConfig
+from milkweed.training.export import Partial, copy_side_files, write_weights
+from milkweed.training.model import check_weights, read_architecture
+from milkweed.training.policy import Policy
+from milkweed.transfer.manifest import RankManifest
+from milkweed.types import Batch, Loss, PolicyVersion
+
+EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class TrainerRank:
+    """A policy loaded from the Hugging Face folder `model` and, unless `optimise` is off (a reference), its optimiser.
+
+    `run_dir` is where checkpoints go; without it `save` and `load` are refused. Raises ConfigError or DataError, naming
+    the key or the file, where the folder or the degrees will not do.
+    """
+
+    def __init__(
+        self, model: str, config: TrainerConfig, *, run_dir: str | None = None, optimise: bool = True, token: str = ""
+    ) -> None:
+        started = time.perf_counter()
+        torch.set_num_threads(config.threads)
+        self.folder, self.config, self.token = str(model), config, token
+        self.architecture = read_architecture(model)
+        check_weights(model, self.architecture)
+        self.parallel = titan.build(self.architecture, config, run_dir or "")
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        titan.load_hf(self.parallel, self.folder)
+        # taken while the parameters are sharded: after a forward pass the modules may show gathered ones instead
+        self.parameters = titan.hf_names(self.parallel)
+        self.version = PolicyVersion()
+        self.peak_lr = config.lr
+        self.busy_s = 0.0
+        self.optimizers: Any = None
+        self.checkpoints: Checkpoints | None = None
+        if optimise:
+            self.optimizers = titan.build_optimizer(self.parallel, config)
+            if run_dir:
+                self.checkpoints = Checkpoints(self.parallel, self.optimizers, Path(run_dir), config.keep_checkpoints)
+        else:
+            for p in self.parameters.values():
+                p.requires_grad_(False)
+        self._pieces: list[shards.Piece] | None = None
+        self._publisher: Any = None
+        cp = config.context_parallel
+        self._cp_group, self._tp_group = self.parallel.group("cp"), self.parallel.group("tp")
+        self._batch_group = self.parallel.group("batch")
+        self._world_group = dist.group.WORLD if self.world > 1 else None
+        self._speaks = self.parallel.cp_rank == 0 and self.parallel.tp_rank == 0
+        self._cp = cp
+        self.start_s = time.perf_counter() - started
+
+    # ---- passes ----
+
+    def _micro_batches(self, batch: Batch):
+        return batching.micro_batches(
+            batch,
+            rank=self.parallel.batch_rank,
+            ranks=self.parallel.batch_size,
+            micro_rows=self.config.micro_rows,
+            multiple=self._multiple(),
+        )
+
+    def _multiple(self) -> int:
+        # on a GPU every new length recompiles the attention kernel, whose blocks are 128 wide
+        return self.config.row_multiple * (128 if torch.cuda.is_available() else 1)
+
+    def forward(self, micro: Batch) -> Policy:
+        """One pass over whole rows; under context parallelism this rank computes its share of each."""
+        p = self.parallel
+        length = micro.tokens.shape[1] // p.cp_size
+        cut = slice(p.cp_rank * length, (p.cp_rank + 1) * length)
+        with p.context():
+            mask, inputs, positions = titan.attention_inputs(p, micro, cut)
+            logits = p.model(inputs, positions=positions, attention_masks=mask)
+        return Policy(logits, micro, cp_group=self._cp_group, tp_group=self._tp_group, cp_slice=cut)
+
+    def _to_device(self, micro: Batch) -> Batch:
+        device = titan.device()
+        return micro if device.type == "cpu" else batching.map_tensors(micro, lambda _, x: x.to(device))
+
+    def _agree(self, error: str | None) -> str | None:
+        """The first rank's error, on every rank, or None."""
+        if self._world_group is None:
+            return error
+        flag = torch.tensor([0 if error is None else 1], device=titan.device())
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._world_group)
+        if not int(flag):
+            return None
+        said: list[Any] = [None] * self.world
+        dist.all_gather_object(said, error, group=self._world_group)
+        return next((f"rank {i}: {e}" for i, e in enumerate(said) if e is not None), None)
+
+    def logprobs(self, batch: Batch) -> tuple[list[int], torch.Tensor] | None:
+        """Log-probs `[own rows, seq]` with the indices of those rows; None from ranks that only help another."""
+        started = time.perf_counter()
+        batching.check(batch, seq_len=self.config.seq_len, vocab=self.architecture.vocab)
+        index: list[int] = []
+        out = torch.zeros(len(batching.rows_of(self.parallel.batch_rank, self.parallel.batch_size, batch.rows)), batch.tokens.shape[1])
+        with torch.no_grad():
+            for rows, micro in self._micro_batches(batch):
+                values = self.forward(self._to_device(micro)).logprobs[: len(rows)].float().cpu()
+                width = min(values.shape[1], out.shape[1])
+                out[len(index) : len(index) + len(rows), :width] = values[:, :width]
+                index += rows
+        titan.reshard(self.parallel.model)
+        self.busy_s += time.perf_counter() - started
+        return (index, out) if self._speaks else None
+
+    def update(self, batch: Batch, loss: Loss, *, clip_norm: float | None = None) -> dict[str, float]:
+        """One optimiser step over the whole batch, or none at all.
+
+        Returns loss, grad_norm, lr, tokens (trained), seen (all but padding), applied (0 where nothing is trained: then
+        nothing changes), seconds, and the loss's own metrics. Raises StepRefused, with everything as it was, where the
+        loss or the gradient is not finite or the loss function raises.
+        """
+        if self.optimizers is None:
+            raise ConfigError("this is a reference policy: it has no optimiser, so it cannot be updated")
+        started = time.perf_counter()
+        batching.check(batch, seq_len=self.config.seq_len, vocab=self.architecture.vocab)
+        result = {"loss": 0.0, "grad_norm": 0.0, "lr": self.lr, "tokens": float(batch.mask.sum())}
+        result |= {"seen": float((batch.segments >= 0).sum()), "applied": 0.0}
+        if result["tokens"] > 0:
+            try:
+                result |= self._step(batch, loss, self.config.clip_norm if clip_norm is None else clip_norm)
+            finally:
+                self.optimizers.zero_grad(set_to_none=True)
+                titan.reshard(self.parallel.model)
+        result["seconds"] = time.perf_counter() - started
+        self.busy_s += result["seconds"]
+        return result
+
+    def _step(self, batch: Batch, loss: Loss, clip_norm: float) -> dict[str, float]:
+        total, sums, where = 0.0, {}, None
+        for number, (_, micro) in enumerate(self._micro_batches(batch)):
+            micro = self._to_device(micro)
+            policy = self.forward(micro)
+            error, share = None, None
+            try:
+                share = evaluate(loss, micro, policy, sums)
+            except Exception as raised:  # noqa: BLE001  (whatever the user's function raises is reported as such)
+                error = f"the loss function raised {type(raised).__name__}: {raised}"
+            if (error := self._agree(error)) is not None:
+                raise StepRefused(f"step {self.version.step + 1} was not applied: {error}")
+            assert share is not None
+            value = float(share.detach())
+            if where is None and not math.isfinite(value):
+                where = f"micro-batch {number} of rank {self.rank}"
+            total += value
+            if share.requires_grad:
+                share.backward()
+            else:
+                raise StepRefused(
+                    f"step {self.version.step + 1} was not applied: the loss does not depend on the policy "
+                    "(no gradient flows from it); use policy.logprobs, entropy() or logits()"
+                )
+        total, metrics, where = self._combine(total, sums, where)
+        norm = titan.clip_grad_norm(list(self.parameters.values()), clip_norm)
+        if not math.isfinite(total):
+            raise StepRefused(f"step {self.version.step + 1} was not applied: the loss is {total} (first in {where})")
+        if not math.isfinite(norm):
+            raise StepRefused(
+                f"step {self.version.step + 1} was not applied: the gradient norm is {norm} though the loss is {total:.6g}"
+            )
+        lr = self.lr
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+        self.optimizers.step()
+        self.version = PolicyVersion(self.version.incarnation, self.version.step + 1)
+        return {**metrics, "loss": total, "grad_norm": norm, "lr": lr, "applied": 1.0}
+
+    def _combine(self, total: float, sums: dict[str, list[float]], where: str | None):
+        """The batch's loss and metrics over all data-parallel ranks, and where a loss was first not finite."""
+        parts: list[Any] = [(total, sums, where)]
+        if self._batch_group is not None:
+            parts = [None] * self.parallel.batch_size
+            dist.all_gather_object(parts, (total, sums, where), group=self._batch_group)
+        metrics: dict[str, float] = {}
+        for name in sorted({n for _, s, _ in parts for n in s}):
+            have = [s[name] for _, s, _ in parts if name in s]
+            metrics[name] = sum(x for x, _ in have) / max(1.0, sum(n for _, n in have))
+        return sum(t for t, _, _ in parts), metrics, next((w for _, _, w in parts if w is not None), None)
+
+    # ---- learning rate, checkpoints ----
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next step."""
+        return self.config.lr_at(self.version.step, self.peak_lr)
+
+    def set_lr(self, lr: float) -> float:
+        """Make `lr` the peak rate from the next step on; the schedule goes on. Returns the next step's rate."""
+        if not (math.isfinite(lr) and lr >= 0):
+            raise ConfigError(f"learning rate must be 0 or above, not {lr}")
+        self.peak_lr = lr
+        return self.lr
+
+    def _store(self) -> Checkpoints:
+        if self.checkpoints is None:
+            raise ConfigError("this trainer was made without a run directory (or optimiser): it keeps no checkpoints")
+        return self.checkpoints
+
+    def save(self, state: str) -> str:
+        """Write a checkpoint of this version with the controller's `state` (JSON text) inside. Returns its folder."""
+        return self._store().save(self.version, state, self.peak_lr)
+
+    def load(self, incarnation: int | None = None) -> str | None:
+        """Go back to the latest whole checkpoint; the state kept inside, or None where there is none.
+
+        The version's incarnation becomes `incarnation`, or one more than the checkpoint's.
+        """
+        found = self._store().load()
+        if found is None:
+            return None
+        self.peak_lr = found.peak_lr
+        saved = found.version.incarnation
+        self.version = PolicyVersion(saved + 1 if incarnation is None else incarnation, found.version.step)
+        return found.state
+
+    # ---- weights out ----
+
+    def hf_shards(self) -> list[shards.Piece]:
+        """This rank's pieces of the model under Hugging Face names; every slice is in one rank's list only."""
+        if self._pieces is None:
+            self._pieces = shards.plan(self.parameters, self.parallel.adapter.from_hf_map)
+        return self._pieces
+
+    def publish(self, readers: Sequence[str], *, dtype: str | None = None, ttl_s: float = 60.0) -> RankManifest:
+        """Pack this rank's pieces for `readers` to fetch. Raises TransferError where a reader still holds the slot."""
+        started = time.perf_counter()
+        if self._publisher is None:
+            from milkweed.transfer.publisher import Publisher
+
+            self._publisher = titan.make_publisher(Publisher, self.rank, self.token)
+        pieces = ((p.name, p.tensor(), p.shape, p.offsets) for p in self.hf_shards())
+        manifest = self._publisher.publish(self.version, pieces, readers, ttl_s=ttl_s, dtype=dtype)
+        self.busy_s += time.perf_counter() - started
+        return manifest
+
+    def release(self, reader: str, version: PolicyVersion) -> None:
+        """`reader` has read `version`; its slot may be used again."""
+        if self._publisher is None:
+            raise TransferError(f"{reader} released version {version}, but this rank has published nothing")
+        self._publisher.release(reader, version)
+
+    def _whole(self):
+        return shards.full_tensors(self.parameters, self.parallel.adapter.from_hf_map)
+
+    def export(self, folder: str, *, dtype: str = "float32") -> int:
+        """Write a Hugging Face folder with this version's weights; whole or not there. Returns its weights' bytes."""
+        if dtype not in EXPORT_DTYPES:
+            raise ConfigError(f"export dtype {dtype!r} is unknown; known are {', '.join(EXPORT_DTYPES)}")
+        if self.rank != 0:
+            for _ in self._whole():
+                continue
+            return 0
+        tensors = self._whole()
+        try:
+            with Partial(folder) as partial:
+                cast = ((n, t.to("cpu", EXPORT_DTYPES[dtype]).contiguous().clone()) for n, t in tensors)
+                size = write_weights(cast, partial.path)
+                copy_side_files(Path(self.folder), partial.path, dtype)
+                partial.commit()
+        finally:
+            for _ in tensors:  # the other ranks gather to the end, whatever happened to the files
+                continue
+        return size
+
+    def checksum(self) -> str:
+        """Digest of all parameters, the same however they are cut: blake2b over name, shape and bytes of each."""
+        digests = {}
+        for name, tensor in self._whole():
+            raw = tensor.cpu().contiguous().flatten().view(torch.uint8).numpy()
+            digests[name] = hashlib.blake2b(raw.tobytes(), digest_size=16).hexdigest() + str(list(tensor.shape))
+        return hashlib.blake2b(repr(sorted(digests.items())).encode(), digest_size=16).hexdigest()
+
+    def stats(self) -> dict[str, Any]:
+        """What the rank is and has done: version, rates, seconds busy, start-up seconds, peak memory in bytes."""
+        import resource
+
+        return {
+            "version": str(self.version),
+            "lr": self.lr,
+            "busy_s": self.busy_s,
+            "start_s": self.start_s,
+            "rank": self.rank,
+            "parameters": sum(p.numel() for p in self.parameters.values()),
+            "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        }
+
+    def close(self) -> None:
+        """Give back what this rank holds outside its memory."""
+        if self._publisher is not None:
+            self._publisher.close()
+            self._publisher = None
+        if self.checkpoints is not None:
+            self.checkpoints.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def evaluate(
+    loss: Callable[..., Any], micro: Batch, policy: Policy, sums: dict[str, list[float]]
+) -> torch.Tensor:
+    """This micro-batch's share of the batch's loss, a scalar; adds the metrics' (sum, count) to `sums`.
+
+    Raises DataError where the loss returns neither `[rows, seq]` nor a scalar.
+    """
+    out = loss(micro, policy)
+    out, metrics = out if isinstance(out, tuple) else (out, {})
+    if not isinstance(out, torch.Tensor) or (out.ndim != 0 and out.shape != micro.tokens.shape):
+        what = list(out.shape) if isinstance(out, torch.Tensor) else type(out).__name__
+        raise DataError(f"a loss returns a tensor {list(micro.tokens.shape)} or a scalar, not {what}")
+    if out.ndim:
+        # not a plain product: where the weight is 0 an infinite loss would become NaN
+        out = torch.where(micro.weights != 0, out * micro.weights, torch.zeros((), dtype=out.dtype, device=out.device)).sum()
+    trained = micro.mask
+    count = float(trained.sum())
+    for name, value in metrics.items():
+        if isinstance(value, torch.Tensor) and value.ndim:
+            if value.shape != trained.shape:
+                raise DataError(f"metric {name!r} must be {list(trained.shape)} or a scalar, not {list(value.shape)}")
+            add = float(value.detach().float()[trained].sum())
+        else:
+            add = float(value) * count
+        entry = sums.setdefault(name, [0.0, 0.0])
+        entry[0] += add
+        entry[1] += count
+    return out
