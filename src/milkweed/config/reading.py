@@ -78,11 +78,29 @@ def build(cls: type[C], values: dict[str, Any], where: typing.Callable[[str], st
     """Check `values` against `cls`. `where(key)` says where a key came from, for the error."""
     _check_keys(cls, values, "", where)
     try:
-        return msgspec.convert(values, cls, strict=True)
+        return msgspec.convert(_over_defaults(cls, values), cls, strict=True)
     except msgspec.ValidationError as error:
         if isinstance(error.__cause__, ConfigError):
             raise error.__cause__ from None  # a struct's own check, with its own words
         raise _explain(cls, str(error), values, where) from None
+
+
+def _over_defaults(cls: type[msgspec.Struct], values: dict[str, Any]) -> dict[str, Any]:
+    """`values`, each table of it laid over the default that `cls` has for it: one key given in a table leaves the
+    others as the recipe set them, not as the table's own class would."""
+    merged = dict(values)
+    for f in msgspec.structs.fields(cls):
+        default, given = _default(f), values.get(f.name)
+        if isinstance(default, msgspec.Struct) and isinstance(given, dict):
+            beneath = {g.name: getattr(default, g.name) for g in msgspec.structs.fields(type(default))}
+            merged[f.name] = msgspec.to_builtins(beneath) | _over_defaults(type(default), given)
+    return merged
+
+
+def _default(f: msgspec.structs.FieldInfo) -> Any:
+    if f.default is not msgspec.NODEFAULT:
+        return f.default
+    return f.default_factory() if f.default_factory is not msgspec.NODEFAULT else msgspec.NODEFAULT
 
 
 def usage(cls: type[msgspec.Struct], doc: str | None = None) -> str:
@@ -287,21 +305,18 @@ def _keys(cls: type[msgspec.Struct]) -> list[str]:
     return [key for key, *_ in _fields(cls)]
 
 
-def _fields(cls: type[msgspec.Struct], above: str = "") -> list[tuple[str, Any, str, str]]:
-    """(dotted key, type, default for people, help) of every field that is not a table itself."""
+def _fields(cls: type[msgspec.Struct], above: str = "", shown: Any = msgspec.NODEFAULT) -> list[tuple[str, Any, str, str]]:
+    """(dotted key, type, default for people, help) of every field that is not a table itself. `shown` is the instance
+    whose values are the defaults, where a table has one."""
     rows: list[tuple[str, Any, str, str]] = []
     hints, docs = typing.get_type_hints(cls), field_docs(cls)
     for f in msgspec.structs.fields(cls):
         kind, inner = hints[f.name], _struct(hints[f.name])
+        value = _default(f) if shown is msgspec.NODEFAULT else getattr(shown, f.name)
         if inner is not None:
-            rows += _fields(inner, f"{above}{f.name}.")
+            rows += _fields(inner, f"{above}{f.name}.", value if isinstance(value, msgspec.Struct) else msgspec.NODEFAULT)
             continue
-        if f.default is not msgspec.NODEFAULT:
-            default = f"(default {f.default})"
-        elif f.default_factory is not msgspec.NODEFAULT:
-            default = f"(default {f.default_factory()})"
-        else:
-            default = "(required)"
+        default = "(required)" if value is msgspec.NODEFAULT else f"(default {value})"
         rows.append((above + f.name, kind, default, docs.get(f.name, "")))
     return rows
 

@@ -1,0 +1,96 @@
+"""The `milkweed` command."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import shutil
+import sys
+from pathlib import Path
+from typing import Sequence
+
+from milkweed import __version__
+from milkweed.errors import ConfigError, MilkweedError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of `milkweed`. Returns the exit status: 0 well, 1 an error that was explained, 2 wrong usage."""
+    parser = argparse.ArgumentParser(prog="milkweed", description="Reinforcement-learning post-training from one Python controller.")
+    parser.add_argument("--version", action="version", version=f"milkweed {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    run = commands.add_parser("run", help="run a recipe, or go on with the run in a directory")
+    run.add_argument("target", help="a recipe (recipes/grpo.py) or a run directory")
+    run.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments for the recipe (see RECIPE --help)")
+    init = commands.add_parser("init", help="copy the mesh files and recipes into a folder, to begin from")
+    init.add_argument("folder", nargs="?", default=".", help="where to (default: here)")
+    doctor = commands.add_parser("doctor", help="check this machine and its packages, and say how to mend what is wrong")
+    doctor.add_argument("arguments", nargs=argparse.REMAINDER)
+    arguments = parser.parse_args(argv)
+    try:
+        if arguments.command == "run":
+            return run_target(arguments.target, arguments.arguments)
+        if arguments.command == "init":
+            return init_folder(Path(arguments.folder))
+        from milkweed.doctor import main as check
+
+        return check(arguments.arguments)
+    except MilkweedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def run_target(target: str, arguments: list[str]) -> int:
+    """Run a recipe file as a script, or the recipe of the run in a directory, which then resumes."""
+    path = Path(target)
+    if path.is_dir():
+        from milkweed.runs.directory import read_record
+
+        record = read_record(path)
+        recipe = Path(record.recipe)
+        if not recipe.exists():
+            raise ConfigError(f"{path}/run.json names the recipe {recipe}, which is not there (any more); put it back, or run it from where it is with --run-dir {path}")
+        arguments = [*_without(record.arguments, "--run-dir"), "--run-dir", str(path), *arguments]
+        path = recipe
+    elif not path.exists():
+        raise ConfigError(f"{target} is neither a recipe nor a run directory; `milkweed init` copies the recipes here")
+    sys.argv = [str(path), *arguments]
+    sys.path.insert(0, str(path.absolute().parent))  # as `python recipe.py` does: recipes import each other
+    runpy.run_path(str(path), run_name="__main__")
+    return 0
+
+
+def _without(arguments: list[str], flag: str) -> list[str]:
+    kept, skip = [], False
+    for argument in arguments:
+        if skip:
+            skip = False
+        elif argument == flag:
+            skip = True
+        elif not argument.startswith(flag + "="):
+            kept.append(argument)
+    return kept
+
+
+def init_folder(folder: Path) -> int:
+    """Copy meshes/ and recipes/ into `folder`. Files that are there already are left alone, and named."""
+    from milkweed.config import packaged
+
+    for kind in ("meshes", "recipes"):
+        source, target = packaged(kind), folder / kind
+        target.mkdir(parents=True, exist_ok=True)
+        for file in sorted(source.iterdir()):
+            if file.suffix not in (".toml", ".py", ".ipynb"):
+                continue
+            place = target / file.name
+            if place.exists():
+                print(f"kept    {place}")
+            else:
+                shutil.copyfile(file, place)
+                print(f"copied  {place}")
+    print(f"next: python {os.path.join(folder, 'recipes', 'grpo.py')}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,45 @@
+"""What every recipe's configuration has; a recipe subclasses it with its own keys."""
+
+from __future__ import annotations
+
+import msgspec
+
+from milkweed.errors import ConfigError
+from milkweed.training.config import TrainerConfig
+from milkweed.types import Sampling
+
+
+class RunConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Keys that every recipe understands. A recipe's class adds its own, and other defaults."""
+
+    mesh: str = "local"
+    """Mesh file, or the name of one that comes with Milkweed."""
+    run_dir: str = ""
+    """The run's directory; a run that is there already is resumed. Default: a new one under runs/."""
+    seed: int = 0
+    """Seed of the data's order, the model and the sampling."""
+    steps: int = 100
+    """Optimiser steps."""
+    sampling: Sampling = Sampling()
+    """How completions are sampled."""
+    trainer: TrainerConfig = TrainerConfig()
+    """Optimiser, schedule, row length."""
+    eval_every: int = 20
+    """Steps between evaluations on held-out prompts."""
+    checkpoint_every: int = 50
+    """Steps between checkpoints."""
+    trajectory_deadline_s: float = 300.0
+    """Seconds that one trajectory may take."""
+    samples_logged: int = 4
+    """Groups a step written to samples.jsonl; 0 writes all."""
+    wandb: str = ""
+    """Weights & Biases project; empty for none."""
+    allow_changes: bool = False
+    """Accept a configuration other than the one that a resumed run began with."""
+
+    def __post_init__(self) -> None:
+        for key, least in (("seed", 0), ("steps", 1), ("eval_every", 1), ("checkpoint_every", 1), ("samples_logged", 0)):
+            if getattr(self, key) < least:
+                raise ConfigError(f"{key} must be at least {least}, not {getattr(self, key)}")
+        if not self.trajectory_deadline_s > 0:
+            raise ConfigError(f"trajectory_deadline_s must be above 0, not {self.trajectory_deadline_s}")

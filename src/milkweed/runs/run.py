@@ -1,0 +1,283 @@
+"""A run: the steps of one recipe over one mesh, with its directory, its metrics, its checkpoints and its view.
+
+A step begins with `sample`, trains with `train` and ends with `publish`, which hands the weights to the engines and
+writes the step down. `steps()` counts them, resumes where a former life stopped, and checkpoints on the way.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from milkweed.errors import ConfigError, DataError, MilkweedError
+from milkweed.observe.metrics import MetricsLog, read_metrics
+from milkweed.observe.samples import SampleLog
+from milkweed.observe.view import View, duration
+from milkweed.runs.config import RunConfig
+from milkweed.runs.directory import RunDirectory, default_directory
+from milkweed.runs.mesh import Mesh, up, whole
+from milkweed.runs.sampling import drops, sample_groups
+from milkweed.types import Batch, Environment, Group, Loss, Prompt, Sampling
+
+if TYPE_CHECKING:
+    import torch
+
+    from milkweed.data import PromptStream
+
+Advantages = Callable[["torch.Tensor", "torch.Tensor"], "torch.Tensor"]
+
+
+class Run:
+    """Made by `start`. Holds the mesh (`mesh`), the step reached (`step`) and everything written down."""
+
+    def __init__(self, config: RunConfig, directory: RunDirectory, mesh: Mesh, view: View) -> None:
+        self.config, self.directory, self.mesh, self.view = config, directory, mesh, view
+        self.held_out: list[tuple[int, float]] = []
+        self.resumed = False
+        self._streams: dict[str, PromptStream] = {}
+        self._saved: dict[str, Any] = {}
+        self._saved_step = 0
+        self._began = time.monotonic()
+        self._spent_before = 0.0
+        self._step: dict[str, Any] = {}
+
+    # ---- what a recipe calls
+
+    @property
+    def step(self) -> int:
+        """Optimiser steps applied so far."""
+        return self.mesh.version.step
+
+    def stream(self, prompts: Sequence[Prompt], name: str = "train") -> PromptStream:
+        """`prompts` as an endless shuffled stream whose position is kept in the checkpoints. Prompts are rendered with
+        the model's chat template. Raises DataError where a resumed run's data is not what it was."""
+        from milkweed.data import PromptStream
+
+        stream = PromptStream(self.render(prompts), seed=self.config.seed)
+        if name in self._saved.get("streams", {}):
+            stream.restore(self._saved["streams"][name])
+        self._streams[name] = stream
+        return stream
+
+    def render(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """`prompts` with `token_ids` filled by the model's chat template."""
+        assert self.mesh.chat is not None
+        return self.mesh.chat.render(prompts)
+
+    async def steps(self) -> AsyncIterator[int]:
+        """The numbers of the steps still to do, 1 being the first. Each must train; a checkpoint is written every
+        `checkpoint_every` steps and after the last."""
+        while self.step < self.config.steps:
+            before = self.step
+            yield before + 1
+            if self.step == before:
+                raise MilkweedError(f"step {before + 1} ended without training: call run.train and run.publish in every step")
+            if self.step % self.config.checkpoint_every == 0 or self.step >= self.config.steps:
+                await self.checkpoint()
+
+    async def sample(self, env: Environment, prompts: Sequence[Prompt], *, n: int, sampling: Sampling | None = None) -> list[Group]:
+        """Groups of `n` scored trajectories of each prompt, sampled by engines that hold the trainer's weights.
+
+        Raises DataError where not one trajectory could be scored, with the reasons.
+        """
+        if self.mesh.rollout is None:
+            raise ConfigError("sampling needs the role rollout in the mesh")
+        if self.mesh.rollout.version != self.mesh.version:
+            await self.mesh.publish()  # an interrupted step may have trained without publishing
+        began, busy, reward_busy = time.monotonic(), self.mesh.rollout.busy_s, self.mesh.reward.busy_s if self.mesh.reward else 0.0
+        self.view.status("")
+        groups = await sample_groups(
+            env,
+            prompts,
+            self.mesh.rollout,
+            samples=n,
+            sampling=sampling or self.config.sampling,
+            key=str(self.step + 1),
+            seed=self.config.seed,
+            deadline_s=self.config.trajectory_deadline_s,
+        )
+        scored = [t for g in groups for t in g.scored]
+        if not scored:
+            reasons = "; ".join(sorted({t.dropped or "?" for g in groups for t in g.trajectories})[:5])
+            raise DataError(f"step {self.step + 1}: not one of {sum(len(g.trajectories) for g in groups)} trajectories could be scored: {reasons}")
+        tokens = sum(sum(t.loss_mask) for t in scored)
+        self._step = {
+            "began": began,
+            "generate": self.mesh.rollout.busy_s - busy,
+            "reward": (self.mesh.reward.busy_s - reward_busy) if self.mesh.reward else 0.0,
+            "tokens": tokens,
+            "groups": groups,
+            "row": {
+                "reward": sum(t.reward for t in scored) / len(scored),
+                "length": tokens / len(scored),
+                "trajectories": len(scored),
+                "dropped": drops(groups),
+                "finish": _fractions([t.finish_reason for t in scored]),
+            },
+        }
+        return groups
+
+    async def train(self, batch: Batch, loss: Loss) -> dict[str, float]:
+        """One optimiser step, whole or not at all, also when interrupted. Returns the trainer's metrics."""
+        assert self.mesh.trainer is not None
+        metrics = await whole(self.mesh.trainer.update(batch, loss))
+        self._step.setdefault("began", time.monotonic() - metrics["seconds"])
+        self._step["train"] = self._step.get("train", 0.0) + metrics["seconds"]
+        self._step.setdefault("row", {}).update({k: v for k, v in metrics.items() if k != "seconds"})
+        return metrics
+
+    async def publish(self) -> dict[str, Any]:
+        """Gives every engine the new weights and ends the step: its row of metrics is written and shown. Returns it."""
+        update = await self.mesh.publish() if self.mesh.rollout is not None else {}
+        return self.log(update)
+
+    def log(self, update: dict[str, float] | None = None) -> dict[str, Any]:
+        """Writes the step's row; `publish` does it for recipes that have engines."""
+        state, update = self._step, update or {}
+        self._step = {}
+        took = time.monotonic() - state.get("began", time.monotonic())
+        parts = {"generate": state.get("generate"), "reward": state.get("reward"), "train": state.get("train"), "update": update.get("update")}
+        times = {k: round(v, 4) for k, v in parts.items() if v is not None}
+        row = {
+            **state.get("row", {}),
+            "version": str(self.mesh.version),
+            "tokens_per_s": state["tokens"] / took if state.get("tokens") and took else 0.0,
+            "time": {"step": round(took, 4), **times},
+        }
+        if update:
+            row["transfer"] = {k: v for k, v in update.items() if k != "update"}
+        self._metrics.log(self.step, row)
+        if state.get("groups"):
+            self._samples.log(self.step, state["groups"])
+        self.view.update(self.step, row)
+        return row
+
+    async def evaluate(self, env: Environment, prompts: Sequence[Prompt], *, n: int = 1, sampling: Sampling | None = None) -> float:
+        """Mean reward of `n` trajectories of each held-out prompt under the current weights; nothing of it is trained.
+
+        A trajectory that could not be scored counts as a miss here, so that dropping cannot raise the number.
+        """
+        assert self.mesh.rollout is not None
+        if self.mesh.rollout.version != self.mesh.version:
+            await self.mesh.publish()
+        if self.held_out and self.held_out[-1][0] == self.step:
+            return self.held_out[-1][1]
+        self.view.status(f"evaluating {len(prompts)} held-out prompts")
+        began = time.monotonic()
+        groups = await sample_groups(
+            env,
+            prompts if all(p.token_ids for p in prompts) else self.render(prompts),
+            self.mesh.rollout,
+            samples=n,
+            sampling=sampling or self.config.sampling,
+            key=f"eval-{self.step}",
+            seed=self.config.seed,
+            deadline_s=self.config.trajectory_deadline_s,
+        )
+        rewards = [t.reward if t.dropped is None and t.reward is not None else 0.0 for g in groups for t in g.trajectories]
+        mean = sum(rewards) / len(rewards)
+        self.held_out.append((self.step, mean))
+        row = {"held_out": {"reward": mean, "trajectories": len(rewards), "dropped": drops(groups)}, "time": {"evaluate": time.monotonic() - began}}
+        self._metrics.log(self.step, row)
+        self._samples.log(self.step, groups, "held-out")
+        self.view.status("")
+        self.view.held_out(self.step, mean)
+        return mean
+
+    async def checkpoint(self) -> None:
+        """Writes a checkpoint: parameters, optimiser, schedule, and where the data and the schedule of evaluation stand."""
+        assert self.mesh.trainer is not None
+        self.view.status(f"writing checkpoint {self.step}")
+        state = {
+            "streams": {name: s.state() for name, s in self._streams.items()},
+            "held_out": self.held_out,
+            "spent_s": self.spent_s,
+        }
+        await whole(self.mesh.trainer.save(state))
+        self._saved_step = self.step
+        self.view.status("")
+
+    @property
+    def spent_s(self) -> float:
+        """Seconds the run has taken, those of its former lives included."""
+        return self._spent_before + time.monotonic() - self._began
+
+    def summary(self) -> str:
+        """`held-out reward A -> B in N steps, T min`, or what there is of it."""
+        minutes = f"{self.spent_s / 60:.1f} min"
+        if len(self.held_out) < 2:
+            return f"{self.step} steps, {minutes}"
+        return f"held-out reward {self.held_out[0][1]:.3f} -> {self.held_out[-1][1]:.3f} in {self.step} steps, {minutes}"
+
+    # ---- life
+
+    async def _open(self) -> None:
+        resumed_at = None
+        if self.directory.existed and self.mesh.trainer is not None:
+            saved = await self.mesh.trainer.load()
+            resumed_at = 0
+            if saved is not None:
+                self._saved, self.resumed, resumed_at = saved, True, self.step
+                self.held_out = [(int(s), float(r)) for s, r in saved.get("held_out", [])]
+                self._spent_before = float(saved.get("spent_s", 0.0))
+                self._saved_step = self.step
+                self.view.say(f"resumed from checkpoint {self.step} of {self.directory.path}")
+        path = self.directory.path
+        self._metrics = MetricsLog(path, resumed_at=resumed_at, wandb=self.config.wandb, config=self.directory.record.config)
+        self._samples = SampleLog(path, per_step=self.config.samples_logged, resumed_at=resumed_at)
+
+    def _close(self) -> None:
+        self._metrics.close()
+        self._samples.close()
+
+
+def _fractions(names: Sequence[str]) -> dict[str, float]:
+    return {name: names.count(name) / len(names) for name in sorted(set(names))}
+
+
+@asynccontextmanager
+async def start(config: RunConfig, *, model: str | Path, recipe: str = "", view: View | None = None, roles: Sequence[str] = (), reference: bool = False) -> AsyncIterator[Run]:
+    """Open the run directory, bring the mesh up, resume if there is something to resume, and take all down at the end.
+
+    `config.run_dir` names the directory (default: a new one under `runs/`). Raises RunLocked where another controller
+    holds it, ConfigError for a configuration that is wrong or not the one the run began with.
+    """
+    recipe = recipe or config.recipe or "notebook"
+    directory = RunDirectory(
+        config.run_dir or default_directory(recipe),
+        recipe=recipe,
+        arguments=list(config.arguments),
+        config=msgspec.to_builtins(config) | {"model": str(Path(model).absolute())},
+        allow_changes=config.allow_changes,
+    )
+    view = view or View(f"{Path(recipe).stem}  {directory.path.name}", config.steps)
+    try:
+        with view:
+            view.say(f"run directory {directory.path}")
+            mesh = await up(config.mesh, model=model, trainer=config.trainer, run_dir=directory.path, roles=roles, reference=reference, seed=config.seed, progress=view.status)
+            try:
+                run = Run(config, directory, mesh, view)
+                await run._open()
+                try:
+                    if mesh.rollout is not None and mesh.trainer is not None:
+                        view.status("giving the engines the trainer's weights")
+                        await mesh.publish()
+                    view.status("")
+                    yield run
+                finally:
+                    run._close()
+            finally:
+                view.status("taking the mesh down")
+                await whole(mesh.down())
+                view.status("")
+        view.say(run.summary())
+    finally:
+        directory.close()
+
+
+__all__ = ["Run", "RunConfig", "start", "read_metrics", "duration"]

@@ -1,0 +1,48 @@
+"""Runs a recipe as a script: arguments into its configuration, errors into one clear line, Ctrl-C into a clean end."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from milkweed import config as configuration
+from milkweed.errors import MilkweedError
+
+C = TypeVar("C")
+T = TypeVar("T")
+
+
+def main(recipe: Callable[[C], Awaitable[Any]], config: type[C], argv: Sequence[str] | None = None) -> None:
+    """Parse `argv` (default: the command line) into `config`, run `recipe` with it, and exit: 0 when it ended well,
+    1 for an error that Milkweed explains, 2 for wrong arguments, 130 for Ctrl-C. `--help` lists every key."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        settings = configuration.from_args(config, arguments)
+    except MilkweedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    if hasattr(settings, "recipe"):
+        settings = msgspec.structs.replace(settings, recipe=sys.argv[0], arguments=tuple(arguments))
+    try:
+        asyncio.run(_as_coroutine(recipe(settings)))
+    except KeyboardInterrupt:
+        print("interrupted; what the last checkpoint holds is kept: go on with `milkweed run DIR`", file=sys.stderr)
+        raise SystemExit(130) from None
+    except MilkweedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+
+
+def run_sync(work: Awaitable[T]) -> T:
+    """Run one coroutine to its end, for scripts that want no `await`. Raises RuntimeError inside a running loop (a
+    notebook): write `await` there."""
+    return asyncio.run(_as_coroutine(work))
+
+
+async def _as_coroutine(work: Awaitable[T]) -> T:
+    return await work
+
