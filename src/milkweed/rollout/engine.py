@@ -1,0 +1,339 @@
+"""An engine as a replica of the fleet: many requests in, many replies out, one version of the weights at a time.
+
+`RolloutEngine` is the engine as a plain class, for any event loop; `EngineActor` is the same as a Monarch actor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import time
+from typing import Any
+
+import msgspec
+
+from milkweed.errors import MilkweedError, TransferError
+from milkweed.rollout.checks import check_staged, folder_tensors, tied
+from milkweed.rollout.protocol import (
+    Collected,
+    CommitReport,
+    EngineReply,
+    EngineRequest,
+    EngineState,
+    EngineStats,
+)
+from milkweed.rollout.sglang_engine import EngineDied, SGLang, engine_arguments, on_cpu
+from milkweed.rollout.sglang_hooks import METHOD
+from milkweed.transfer.manifest import Staged
+from milkweed.types import PolicyVersion, VersionSpan
+
+_POLL_S = 0.2
+"""How often the engine's processes are looked at; a death is known after this."""
+
+
+class EngineConfig(msgspec.Struct, kw_only=True):
+    """What an engine is made of. `model` is a Hugging Face folder on the engine's host, `arguments` go to SGLang's
+    ServerArgs as they are (the mesh file's `[rollout.engine]`)."""
+
+    model: str
+    dtype: str = "float32"
+    tensor_parallel: int = 1
+    version: PolicyVersion = PolicyVersion()
+    arguments: dict[str, Any] = {}
+    cpu: bool | None = None
+    """None: by whether this machine has an NVIDIA driver."""
+
+
+class RolloutEngine:
+    """Samples from one version of the weights at a time. Replies wait until `collect` takes them.
+
+    A request that fails is answered with its error and disturbs no other. When a process of the engine dies, every
+    request is answered with `retry` set, and `stats().state` is "dead" for good.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.version = config.version
+        self._sglang: SGLang | None = None
+        self._state: EngineState = "serving"
+        self._cause = ""
+        self._staged: Staged | None = None
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._replies: list[EngineReply] = []
+        self._news = asyncio.Event()
+        self._commit_lock = asyncio.Lock()
+        self._watcher: asyncio.Task[None] | None = None
+        self._busy_since: float | None = None
+        self._busy_s = 0.0
+        self._requests = self._tokens = self._prompt_tokens = self._cached_tokens = 0
+
+    # ---- life
+
+    async def start(self) -> EngineStats:
+        """Loads the model; returns when the engine serves. Blocks the event loop meanwhile (the engine's processes
+        live as long as the thread that starts them). Raises ConfigError, DataError or EngineDied."""
+        c = self.config
+        self._expected, self._tied = folder_tensors(c.model), tied(c.model)
+        cpu = on_cpu() if c.cpu is None else c.cpu
+        self._sglang = SGLang(
+            engine_arguments(
+                c.model,
+                cpu=cpu,
+                dtype=c.dtype,
+                tensor_parallel=c.tensor_parallel,
+                version=str(c.version),
+                overrides=c.arguments,
+            )
+        )
+        self._watcher = asyncio.create_task(self._watch(), name="watch the engine's processes")
+        return self.stats()
+
+    async def close(self) -> None:
+        """Ends the engine and its processes. May be called twice."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+        if self._sglang is not None and self._state != "dead":
+            self._die("the engine was closed")
+        if self._sglang is not None:
+            self._sglang.close()
+
+    async def _watch(self) -> None:
+        while self._state != "dead":
+            await asyncio.sleep(_POLL_S)
+            if self._sglang is not None and (cause := self._sglang.dead()):
+                self._die(cause)
+
+    def _die(self, cause: str) -> None:
+        if self._state == "dead":
+            return
+        self._state, self._cause = "dead", cause
+        self._fail_running(cause)
+
+    def _fail_running(self, cause: str) -> None:
+        for request_id, task in list(self._running.items()):
+            task.cancel()
+            self._finish(EngineReply(id=request_id, finish_reason="error", error=cause, retry=True))
+        self._news.set()
+
+    # ---- requests
+
+    async def submit(self, requests: list[EngineRequest]) -> None:
+        """Takes requests; returns at once. Each is answered once, by `collect`."""
+        for r in requests:
+            self._requests += 1
+            if refusal := self._refusal(r):
+                self._reply(EngineReply(id=r.id, finish_reason="error", error=refusal))
+            elif self._state != "serving" or self._sglang is None:
+                cause = f"the engine serves nothing ({self._state}): {self._cause or 'it was not started'}"
+                self._reply(EngineReply(id=r.id, finish_reason="error", error=cause, retry=True))
+            else:
+                if self._busy_since is None:
+                    self._busy_since = time.monotonic()
+                self._running[r.id] = asyncio.create_task(self._sample(r))
+
+    async def collect(self, max_wait_s: float, linger_s: float = 0.0) -> Collected:
+        """The replies since the last call; waits up to `max_wait_s` for the first one, and then up to `linger_s` for
+        more while others still run, so that one message carries many."""
+        if not self._replies and self._state != "dead":
+            await self._wait(max_wait_s)
+        end = time.monotonic() + linger_s
+        while self._replies and self._running and (left := end - time.monotonic()) > 0:
+            await self._wait(left)
+        replies, self._replies = self._replies, []
+        self._decode(replies)
+        return Collected(replies, self.stats())
+
+    async def _wait(self, seconds: float) -> None:
+        self._news.clear()
+        try:
+            async with asyncio.timeout(seconds):
+                await self._news.wait()
+        except TimeoutError:
+            return
+
+    async def abort(self, ids: list[str]) -> None:
+        """Stops these requests; one that runs is answered with what it has, finish reason "abort"."""
+        if self._sglang is not None and self._state != "dead":
+            for request_id in ids:
+                if request_id in self._running:
+                    self._sglang.abort(request_id)
+
+    def stats(self) -> EngineStats:
+        busy = self._busy_s + (time.monotonic() - self._busy_since if self._busy_since is not None else 0.0)
+        engine = self._sglang
+        return EngineStats(
+            version=self.version,
+            state=self._state,
+            cause=self._cause,
+            running=len(self._running),
+            requests=self._requests,
+            tokens=self._tokens,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
+            busy_s=busy,
+            start_s=engine.start_s if engine else 0.0,
+            context_length=engine.context_length if engine else 0,
+            pids={"engine": os.getpid()} | (engine.pids if engine else {}),
+        )
+
+    def _refusal(self, r: EngineRequest) -> str | None:
+        """Why no engine like this one can serve the request, if so."""
+        who, engine = f"sample {r.name or r.id}", self._sglang
+        if not r.token_ids:
+            return f"{who}: the prompt is empty"
+        if engine is None:
+            return None
+        if len(r.token_ids) > engine.longest_prompt:
+            return (
+                f"{who}: its prompt has {len(r.token_ids)} tokens, the engine takes at most {engine.longest_prompt} "
+                f"(context of {engine.context_length}): shorten it, or raise context_length or max_total_tokens in "
+                "[rollout.engine]"
+            )
+        if r.sampling.seed is not None and not engine.deterministic:
+            return f"{who}: sampling.seed has no effect unless enable_deterministic_inference is set in [rollout.engine]"
+        return None
+
+    async def _sample(self, r: EngineRequest) -> None:
+        engine = self._sglang
+        assert engine is not None
+        try:
+            answer = await engine.generate(r.id, r.token_ids, r.sampling)
+            reply = self._read(r, answer)
+        except asyncio.CancelledError:
+            return  # the canceller has answered
+        except Exception as e:  # whatever SGLang refuses or fails at, only this request is lost
+            cause = f"sample {r.name or r.id}: {type(e).__name__}: {getattr(e, 'detail', None) or e}"
+            reply = EngineReply(id=r.id, finish_reason="error", error=cause)
+        self._finish(reply)
+
+    def _read(self, r: EngineRequest, answer: dict[str, Any]) -> EngineReply:
+        meta = answer["meta_info"]
+        ids = list(answer["output_ids"])
+        entries = meta.get("output_token_logprobs") or []
+        logprobs = [float(e[0]) if e[0] is not None else math.nan for e in entries]
+        versions = [
+            VersionSpan(s["start"], s["end"], PolicyVersion.parse(s["version"]))
+            for s in meta.get("weight_versions") or []
+            if s["end"] > s["start"]
+        ]
+        reason = meta["finish_reason"] or {}
+        kind = reason.get("type", "stop")
+        who, error = f"sample {r.name or r.id}", None
+        if len(logprobs) > len(ids):  # a token that a stop string or an abort cut off
+            logprobs = logprobs[: len(ids)]
+        if len(logprobs) != len(ids):
+            error = f"{who}: SGLang returned {len(ids)} tokens and {len(logprobs)} log-probs"
+        elif any(not math.isfinite(x) for x in logprobs):
+            error = f"{who}: a sampled token has a log-prob that is no finite number; are the weights finite?"
+        elif ids and (not versions or versions[0].start != 0 or versions[-1].end != len(ids)):
+            error = f"{who}: SGLang's version spans do not cover its {len(ids)} tokens"
+        reply = EngineReply(
+            id=r.id,
+            token_ids=ids,
+            logprobs=logprobs,
+            finish_reason="error" if error else kind if kind in ("stop", "length", "abort") else "error",
+            versions=versions,
+            cached_tokens=int(meta.get("cached_tokens") or 0),
+            error=error if error else None if kind in ("stop", "length", "abort") else str(reason),
+        )
+        if isinstance(matched := reason.get("matched"), str):
+            reply.text = matched  # cut off the text once it is decoded
+        self._tokens += len(ids)
+        self._prompt_tokens += len(r.token_ids)
+        self._cached_tokens += reply.cached_tokens
+        return reply
+
+    def _decode(self, replies: list[EngineReply]) -> None:
+        rows = [r for r in replies if r.token_ids]
+        if not rows or self._sglang is None:
+            return
+        for reply, text in zip(rows, self._sglang.decode([r.token_ids for r in rows]), strict=True):
+            cut = text.find(reply.text) if reply.text else -1
+            reply.text = text[:cut] if cut >= 0 else text
+
+    def _finish(self, reply: EngineReply) -> None:
+        if self._running.pop(reply.id, None) is None:
+            return
+        if not self._running and self._busy_since is not None:
+            self._busy_s += time.monotonic() - self._busy_since
+            self._busy_since = None
+        self._reply(reply)
+
+    def _reply(self, reply: EngineReply) -> None:
+        self._replies.append(reply)
+        self._news.set()
+
+    # ---- weights
+
+    async def commit(self, staged: Staged, deadline_s: float, fault: str = "") -> CommitReport:
+        """Makes `staged` the version served, between two decode steps. Whatever is wrong with it before that leaves
+        the engine untouched. Never raises for a commit that failed: the report tells what is served now.
+
+        `fault` names a part that is to fail, for tests (see sglang_hooks.FAULTS)."""
+        async with self._commit_lock:
+            engine = self._sglang
+            if engine is None or self._state == "dead":
+                return self._report(False, self._cause or "the engine was not started")
+            start = time.perf_counter()
+            try:
+                check_staged(staged, self._expected, is_tied=self._tied)
+                await asyncio.to_thread(_verify, staged)  # the engine goes on decoding
+            except TransferError as e:
+                return self._report(False, f"refused, nothing changed: {e}")
+            verify_ms = round((time.perf_counter() - start) * 1e3, 3)
+            encoded = lambda s: msgspec.json.encode(s).decode() if s is not None else ""  # noqa: E731
+            try:
+                ok, message = await engine.call(
+                    METHOD,
+                    {
+                        "staged": encoded(staged),
+                        "previous": encoded(self._staged),
+                        "folder": self.config.model,
+                        "version": str(staged.version),
+                        "head": not self._tied,
+                        "fault": fault,
+                    },
+                    deadline_s,
+                )
+            except EngineDied as e:
+                # nobody knows what it serves now: it must not serve again
+                self._die(str(e))
+                return self._report(False, str(e))
+            if not message.startswith("{"):
+                return self._report(False, message)
+            outcome = msgspec.json.decode(message)
+            if ok:
+                self._staged, self.version = staged, staged.version
+                self._state, self._cause = "serving", ""
+                engine.set_version(str(staged.version))
+            elif outcome["state"] == "broken":
+                self._break(outcome["message"])
+            parts = {"verify": verify_ms} | outcome["parts"]
+            return self._report(ok, outcome["message"], outcome["retracted"], parts)
+
+    def _break(self, cause: str) -> None:
+        """Nothing is served until a commit succeeds: what waits in the engine is given back."""
+        self._state, self._cause = "broken", cause
+        for request_id in self._running:
+            self._sglang.abort(request_id)  # type: ignore[union-attr]
+        self._fail_running(cause)
+
+    def _report(
+        self, ok: bool, message: str, retracted: int = 0, parts: dict[str, float] | None = None
+    ) -> CommitReport:
+        return CommitReport(
+            ok=ok, state=self._state, version=self.version, message=message, retracted=retracted, parts=parts or {}
+        )
+
+    async def checksum(self) -> dict[str, str]:
+        """SGLang's checksum over the live parameters by rank; equal for engines with equal weights and degrees."""
+        if self._sglang is None or self._state == "dead":
+            raise MilkweedError(f"no checksum: {self._cause or 'the engine was not started'}")
+        return await self._sglang.checksum()
+
+
+def _verify(staged: Staged) -> None:
+    from milkweed.transfer.staging import open_staged
+
+    open_staged(staged).verify()

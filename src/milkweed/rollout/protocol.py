@@ -1,0 +1,91 @@
+"""What the controller and an engine say to each other: requests, replies and reports, as msgspec structs.
+
+One message carries many requests or replies, encoded once as MessagePack, so that a step of hundreds of samples costs
+the controller a handful of small messages.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from milkweed.types import FinishReason, PolicyVersion, Sampling, VersionSpan
+
+EngineState = Literal["serving", "broken", "dead"]
+"""serving: whole weights of one version. broken: a commit and its roll-back both failed; nothing is served until a
+commit succeeds. dead: a process of the engine is gone or does not answer; it never serves again."""
+
+
+class EngineRequest(msgspec.Struct, array_like=True):
+    """One completion to sample. `name` says whose it is in error messages."""
+
+    id: str
+    token_ids: list[int]
+    sampling: Sampling
+    name: str = ""
+
+
+class EngineReply(msgspec.Struct, array_like=True, kw_only=True):
+    """What became of one request. With `error` set, `retry` tells whether another engine may do better (this engine
+    failed, not the request)."""
+
+    id: str
+    token_ids: list[int] = []
+    logprobs: list[float] = []
+    finish_reason: FinishReason = "stop"
+    versions: list[VersionSpan] = []
+    text: str = ""
+    cached_tokens: int = 0
+    error: str | None = None
+    retry: bool = False
+
+
+class EngineStats(msgspec.Struct, kw_only=True):
+    """`busy_s` is the wall time with at least one request running, `tokens` counts sampled tokens; both since start.
+    `pids` are the engine's own processes by name."""
+
+    version: PolicyVersion
+    state: EngineState
+    cause: str = ""
+    running: int = 0
+    requests: int = 0
+    tokens: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    busy_s: float = 0.0
+    start_s: float = 0.0
+    context_length: int = 0
+    pids: dict[str, int] = {}
+
+
+class Collected(msgspec.Struct):
+    """The replies that finished since the last call, and how the engine is."""
+
+    replies: list[EngineReply]
+    stats: EngineStats
+
+
+class CommitReport(msgspec.Struct, kw_only=True):
+    """What a commit did. `ok` false with state "serving": the version before is served still, whole.
+    `version` is what the engine serves now; `parts` are milliseconds by part of the operation."""
+
+    ok: bool
+    state: EngineState
+    version: PolicyVersion
+    message: str = ""
+    retracted: int = 0
+    parts: dict[str, float] = {}
+
+
+_encoder = msgspec.msgpack.Encoder()
+_requests = msgspec.msgpack.Decoder(list[EngineRequest])
+_collected = msgspec.msgpack.Decoder(Collected)
+_report = msgspec.msgpack.Decoder(CommitReport)
+_stats = msgspec.msgpack.Decoder(EngineStats)
+
+encode = _encoder.encode
+decode_requests = _requests.decode
+decode_collected = _collected.decode
+decode_report = _report.decode
+decode_stats = _stats.decode

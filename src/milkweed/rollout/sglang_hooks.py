@@ -1,0 +1,213 @@
+"""Milkweed inside SGLang's schedulers: the plugin that commits a staged version of the weights between two steps.
+
+Read from SGLang 0.5.23. One operation on every tensor-parallel rank: check, agree, retract what runs (its KV is of the
+old weights), flush the prefix cache before anything is copied, copy, record the version, go on. No token is sampled
+from a mixture of versions, and every retracted request is prefilled again under the new weights.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+METHOD = "milkweed_commit"
+FAULTS = "MILKWEED_FAULTS"
+"""Where set, a commit may be told to fail in a part of it, so that tests see a real roll-back."""
+
+
+def register() -> None:
+    """SGLang's plugin entry point: called in every process of every engine on the machine, ours or not."""
+    if os.environ.get("MILKWEED_ENGINE") != "1":
+        return
+    import signal
+
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    if os.environ.get("SGLANG_RUN_ID"):  # a child of an engine: its parent ignores this signal, it must not
+        signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.handle_rpc_request", _on_rpc, HookType.AROUND)
+
+
+def _on_rpc(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
+    if request.method != METHOD:
+        return original(scheduler, request)
+    from sglang.srt.managers.io_struct import RpcReqOutput
+
+    parameters = dict(request.parameters or {})
+    nonce = parameters.pop("nonce", "")
+    outcome = commit(scheduler, **parameters)
+    return RpcReqOutput(success=outcome["ok"], message=json.dumps(outcome | {"nonce": nonce}))
+
+
+def commit(
+    scheduler: Any, staged: str, previous: str, folder: str, version: str, head: bool, fault: str = ""
+) -> dict[str, Any]:
+    """Makes the `staged` version (a Staged as JSON) the one that `scheduler` serves. `previous` (JSON, or "" for the
+    model folder's own weights) is rolled back to when the copy fails. `head` tells whether the model has a head of
+    its own. Never raises: a scheduler that raises kills its engine.
+
+    Returns `ok`, `state` ("serving" or "broken"), `message`, `retracted` and `parts` (ms)."""
+    run = _Operation(scheduler, fault if os.environ.get(FAULTS) else "")
+    new: list[Any] = []
+
+    def prepare() -> None:
+        if reason := _refusal(scheduler):
+            raise RuntimeError(reason)
+        new.extend(_named(staged, head))
+
+    if not run.step("prepare", prepare):
+        # a broken engine stays broken: nothing was mended
+        return run.outcome(False, "broken" if _broken(scheduler) else "serving", f"refused, nothing changed: {run.error}")
+    was_paused = scheduler._engine_paused and not _broken(scheduler)
+    retracted = len(scheduler.running_batch.reqs)
+    if not run.step("retract", lambda: _pause(scheduler)):
+        scheduler._milkweed_broken = True
+        return run.outcome(False, "broken", f"the scheduler could not be stopped: {run.error}", retracted)
+    state, message, ok = "serving", "", False
+    if not run.step("flush", lambda: _flush(scheduler)):
+        state = "broken" if _broken(scheduler) else "serving"
+        message = f"not idle after retracting, nothing changed: {run.error}"
+    elif run.step("copy", lambda: _load(scheduler, run.breaking(new, "copy"))):
+        scheduler.record_weight_version_change(version)
+        ok = True
+    else:
+        cause = run.error
+        if run.step("roll back", lambda: _load(scheduler, run.breaking(_before(previous, folder, head), "roll back"))):
+            message = f"rolled back to the version before: {cause}"
+        else:
+            state, message = "broken", f"left paused, neither version is whole: {cause}; roll-back: {run.error}"
+    scheduler._milkweed_broken = state == "broken"
+    if state == "serving" and not was_paused:
+        run.step("continue", lambda: _continue(scheduler))
+    return run.outcome(ok, state, message, retracted)
+
+
+class _Operation:
+    """The parts of one commit: each is timed, and each is done on all ranks or fails on all."""
+
+    def __init__(self, scheduler: Any, fault: str) -> None:
+        self.scheduler, self.fault = scheduler, fault.split(",")
+        self.parts: dict[str, float] = {}
+        self.error = ""
+
+    def step(self, name: str, do: Callable[[], Any]) -> bool:
+        start, error = time.perf_counter(), ""
+        try:
+            if name == "prepare" and name in self.fault:
+                raise RuntimeError("fault injected")
+            do()
+        except Exception as e:  # whatever it is, it is told to the other ranks and to the caller
+            error = f"{type(e).__name__}: {e}"
+        try:
+            self.error = self._agree(error)
+        except Exception as e:
+            self.error = f"{error} (and the ranks could not agree: {e})"
+        self.parts[name] = round((time.perf_counter() - start) * 1e3, 3)
+        return not self.error
+
+    def _agree(self, error: str) -> str:
+        """The same answer on every tensor-parallel rank: what failed on any of them."""
+        import torch.distributed as dist
+
+        group = self.scheduler.tp_group.cpu_group
+        size = dist.get_world_size(group)
+        if size == 1:
+            return error
+        errors: list[Any] = [None] * size
+        dist.all_gather_object(errors, error, group=group)
+        return "; ".join(f"rank {i}: {e}" for i, e in enumerate(errors) if e)
+
+    def breaking(self, named: Iterable[Any], part: str) -> Iterator[Any]:
+        for i, item in enumerate(named):
+            if part in self.fault and i == 5:
+                raise RuntimeError("fault injected")
+            yield item
+
+    def outcome(self, ok: bool, state: str, message: str, retracted: int = 0) -> dict[str, Any]:
+        return {"ok": ok, "state": state, "message": message, "retracted": retracted, "parts": self.parts}
+
+
+def _broken(scheduler: Any) -> bool:
+    return getattr(scheduler, "_milkweed_broken", False)
+
+
+def _refusal(scheduler: Any) -> str | None:
+    """Why this engine's weights cannot be replaced while it runs, if so."""
+    from sglang.srt.disaggregation.utils import DisaggregationMode
+    from sglang.srt.model_executor.model_runner_components.weight_updater import (
+        _unsupported_derived_weight_cache_error,
+    )
+    from sglang.srt.runtime_context import get_model
+
+    if get_model().weight_cache_mode != "off":
+        return "SGLang shares its weights with a weight cache daemon: start it with weight_cache_mode = \"off\""
+    if scheduler.disaggregation_mode != DisaggregationMode.NULL:
+        return "prefill and decode engines are not updated one by one"
+    if len(scheduler.grammar_manager.grammar_queue):
+        return "a grammar is being compiled; try again"
+    for _, runner in scheduler.weight_updater._select_runners():
+        if reason := _unsupported_derived_weight_cache_error(runner.weight_updater.get_model()):
+            return reason
+    return None
+
+
+def _pause(scheduler: Any) -> None:
+    from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+    scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
+
+
+def _continue(scheduler: Any) -> None:
+    from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+    scheduler.continue_generation(ContinueGenerationReqInput())
+
+
+def _flush(scheduler: Any) -> None:
+    if not scheduler.flush_cache(empty_cache=False):
+        raise RuntimeError("SGLang refused to flush its cache")
+
+
+def _load(scheduler: Any, named: Iterable[Any]) -> None:
+    named = list(named) if len(scheduler.weight_updater._select_runners()) > 1 else named
+    for _, runner in scheduler.weight_updater._select_runners():
+        updater = runner.weight_updater
+        updater.begin_weight_update()
+        updater.get_model().load_weights(named)
+        updater.end_weight_update(run_post_load=False)
+
+
+def _named(staged: str, head: bool) -> list[Any]:
+    import msgspec
+
+    from milkweed.transfer.manifest import Staged
+    from milkweed.transfer.staging import open_staged
+
+    named = open_staged(msgspec.json.decode(staged, type=Staged)).tensors()
+    return [(n, t) for n, t in named.items() if head or n != "lm_head.weight"]
+
+
+def _before(previous: str, folder: str, head: bool) -> Iterable[Any]:
+    """The weights served until now: the slot they were committed from, or the folder the engine started from."""
+    if previous:
+        import msgspec
+
+        from milkweed.transfer.manifest import Staged
+        from milkweed.transfer.staging import open_staged
+
+        # the puller may have taken the slot since
+        open_staged(msgspec.json.decode(previous, type=Staged)).verify()
+        yield from _named(previous, head)
+        return
+    from pathlib import Path
+
+    from safetensors import safe_open
+
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():
+                if head or name != "lm_head.weight":
+                    yield name, tensors.get_tensor(name)
