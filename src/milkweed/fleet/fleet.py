@@ -15,10 +15,10 @@ from types import TracebackType
 from typing import Any
 
 from milkweed.config import MeshConfig
-from milkweed.errors import ConfigError, DeadlineExceeded, FleetError, PeerDied, RemoteError
+from milkweed.errors import ConfigError, DeadlineExceeded, FleetError, PeerDied
 from milkweed.fleet import monarch_compat, processes
 from milkweed.fleet.agent import Agent
-from milkweed.fleet.host import Host, tail
+from milkweed.fleet.host import Host
 from milkweed.fleet.replica import Replica
 
 HOST_DEADLINE_S = 60.0
@@ -107,8 +107,8 @@ class Fleet:
             await self._bring_up(replica, actor_class, args, procs, place.environment() | (env or {}), distributed, end)
         except FleetError as error:
             await replica.stop()
-            lines = "" if isinstance(error, PeerDied) else f"\n{tail(replica.log)}"
-            raise type(error)(replica.name, "refused", error.cause + lines) from error
+            lines = f"\n{replica.last_lines()}" if isinstance(error, DeadlineExceeded) else ""
+            raise type(error)(replica.name, "refused", error.cause + lines) from error.__cause__
         except BaseException:
             await replica.stop()
             raise
@@ -136,7 +136,7 @@ class Fleet:
             task = asyncio.ensure_future(monarch_compat.set_distributed_environment(replica.procs, "127.0.0.1", port))
             await replica.settle(task, "the set-up of torch.distributed", left)
         replica.actors = replica.procs.spawn(replica.uid, actor_class, *args)
-        await within(replica.actors.initialized, f"the constructor of {actor_class.__name__}")
+        await within(monarch_compat.ready(replica.actors), f"the constructor of {actor_class.__name__}")
 
     async def stop(self) -> None:
         """Take everything down: every process, its children, its shared memory and the temporary folder."""

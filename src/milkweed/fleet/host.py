@@ -140,12 +140,12 @@ class Host:
                 self.on_lost(self, self.lost)
 
 
-def tail(log: Path, lines: int = 20) -> str:
-    """The last lines of a log, for an error's text; empty if there is none."""
+def tail(log: Path, since: int = 0, lines: int = 20) -> str:
+    """The last lines of a log, for an error's text; `since` is the byte where what matters begins."""
     try:
         with log.open("rb") as f:
             f.seek(0, os.SEEK_END)
-            f.seek(max(0, f.tell() - 16384))
+            f.seek(max(since, f.tell() - 16384))
             text = f.read().decode(errors="replace")
     except FileNotFoundError:
         return ""

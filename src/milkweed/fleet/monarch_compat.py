@@ -6,7 +6,9 @@ instead of ten to seventy.
 
 from __future__ import annotations
 
+import asyncio
 import os
+import traceback
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 from milkweed.errors import ConfigError
 
 MONARCH_VERSION = "0.7.0"
+READY = "milkweed_ready"
 
 ENVIRONMENT = {
     "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "1s",
@@ -38,9 +41,12 @@ for _name, _value in ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
 
 import monarch.actor  # noqa: E402
+from monarch._rust_bindings.monarch_hyperactor.actor import MethodSpecifier  # noqa: E402
 from monarch._rust_bindings.monarch_hyperactor.config import reload_config_from_env  # noqa: E402
 from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand  # noqa: E402
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError  # noqa: E402
+from monarch._src.actor.actor_mesh import _Actor  # noqa: E402
+from monarch._src.actor.endpoint import NotAnEndpoint  # noqa: E402
 from monarch.actor import Actor, ActorError, concurrent_endpoint, endpoint  # noqa: E402
 
 # where someone imported Monarch before us it has read the environment already
@@ -57,6 +63,8 @@ __all__ = [
     "endpoint",
     "install_fault_hook",
     "open_context",
+    "ready",
+    "replica_command",
     "run_replica_process",
     "serve_host",
     "set_distributed_environment",
@@ -113,11 +121,66 @@ def serve_host(address: str) -> None:
     monarch.actor.run_worker_loop_forever(address=address, ca="trust_all_connections")
 
 
+def ready(actors: Any) -> Any:
+    """Ask every rank whether its actor was constructed; the answer raises what the constructor raised.
+
+    Monarch's own `initialized` only says that the mesh exists.
+    """
+    return actors._endpoint(MethodSpecifier.ReturnsResponse(READY), NotAnEndpoint(actors, READY), None).call()
+
+
 def run_replica_process() -> None:
-    """What `python -m monarch._src.actor.bootstrap_main` does, in this process."""
+    """What `python -m monarch._src.actor.bootstrap_main` does, in this process, with `guard_actors` before it."""
     import multiprocessing
 
     from monarch._src.actor.bootstrap_main import invoke_main
 
+    guard_actors()
     multiprocessing.set_start_method("forkserver", force=True)
     invoke_main()
+
+
+def guard_actors() -> None:
+    """Mend three things in every actor of this process: a `CancelledError` that leaves an endpoint kills the actor
+    silently and later calls hang (it becomes a RuntimeError to the caller); a constructor that raises kills the actor,
+    with a report of Monarch's own inside (it is kept, and `ready` raises it); and `ready` has something to call."""
+    lookup, prepare = _Actor._lookup, _Actor._prepare
+
+    def kept(actor: Any, context: Any, method: Any, message: Any, state: Any, references: Any, port: Any) -> Any:
+        try:
+            return prepare(actor, context, method, message, state, references, port)
+        except Exception:
+            if not isinstance(method, MethodSpecifier.Init) or actor._saved_error is None:
+                raise
+            traceback.print_exc()
+            port.send(None)
+            return None
+
+    def guarded(actor: Any, context: Any, name: str) -> tuple[Callable[..., Any], bool, bool]:
+        if actor.instance is None and actor._saved_error is not None:
+            raise actor._saved_error.exception
+        if actor.instance is not None and name == READY:
+            return _nothing, False, False
+        if name in actor._method_cache:
+            return actor._method_cache[name]
+        method, instrument, is_coroutine = lookup(actor, context, name)
+        if is_coroutine:
+            method = _uncancelled(method, name)
+        actor._method_cache[name] = (method, instrument, is_coroutine)
+        return actor._method_cache[name]
+
+    _Actor._lookup, _Actor._prepare = guarded, kept
+
+
+def _nothing() -> None:
+    return None
+
+
+def _uncancelled(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+    async def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return await method(*args, **kwargs)
+        except asyncio.CancelledError as error:
+            raise RuntimeError(f"{name} was cancelled from within") from error
+
+    return call

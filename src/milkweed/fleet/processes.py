@@ -23,7 +23,7 @@ REPLICA_VAR = "MILKWEED_REPLICA"
 SHM = Path("/dev/shm")
 FOLDER_PREFIX = "milkweed-"
 # Names that libraries give to shared memory on their own. Such a file is removed only if a process that we kill maps it.
-LIBRARY_SHM = ("sem.mp-", "psm_", "torch_", "ucx_shm_", "nccl-")
+LIBRARY_SHM = ("sem.mp-", "psm_", "torch_", "sglang_", "ucx_shm_", "nccl-")
 
 
 class Process(NamedTuple):

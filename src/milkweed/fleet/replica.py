@@ -27,6 +27,7 @@ class Replica:
     def __init__(self, fleet: Fleet, role: str, index: int, uid: str, host: Host, log: Path) -> None:
         self.fleet, self.role, self.index, self.uid, self.host, self.log = fleet, role, index, uid, host, log
         self.name = f"{role}{index}"
+        self.logged = log.stat().st_size if log.exists() else 0  # what follows is ours, not a predecessor's
         self.pids: list[int] = []
         self.failure: FleetError | None = None
         self.stopped = False
@@ -91,8 +92,12 @@ class Replica:
 
     def died(self, how: str) -> PeerDied:
         """The error for a death, with the last lines of its log."""
-        last = tail(self.log)
+        last = self.last_lines()
         return PeerDied(self.name, "died", f"{how}; its log is {self.log}" + (f", ending in:\n{last}" if last else ""))
+
+    def last_lines(self) -> str:
+        """The end of what its processes have written."""
+        return tail(self.log, self.logged)
 
     async def settle(self, answer: asyncio.Future[Any], what: str, deadline_s: float) -> Any:
         """Wait for `answer`, the deadline or the replica's failure, whichever is first."""
@@ -128,7 +133,7 @@ class Replica:
             raise self.failure from error
         if isinstance(error, ActorError):
             remote = error.exception
-            cause = f"{what} raised {type(remote).__name__}: {remote}\n{error.exception_formatted}"
+            cause = f"{what} raised {type(remote).__name__}: {remote}\n{own_frames(error.exception_formatted)}"
             raise RemoteError(self.name, "raised", cause) from remote
         raise error
 
@@ -137,6 +142,20 @@ class Replica:
             raise self.failure
         if self.stopped:
             raise PeerDied(self.name, "died", "it was stopped")
+
+
+def own_frames(trace: str) -> str:
+    """A traceback's text without Monarch's frames and ours around the actor's method."""
+    kept: list[str] = []
+    skipping = False
+    for line in trace.rstrip().splitlines():
+        if line.startswith("  File "):
+            skipping = any(part in line for part in ("/monarch/_src/", "/milkweed/fleet/monarch_compat.py"))
+        elif not line.startswith("    "):
+            skipping = False
+        if not skipping:
+            kept.append(line)
+    return "\n".join(kept)
 
 
 def _seen(answer: asyncio.Future[Any]) -> None:
