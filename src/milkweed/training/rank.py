@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from milkweed.errors import ConfigError, DataError, StepRefused, TransferError
+from milkweed.errors import ConfigError, DataError, StepRefused
 from milkweed.training import batching, shards, titan
 from milkweed.training.checkpoints import Checkpoints
 from milkweed.training.config import TrainerConfig
@@ -37,11 +37,11 @@ class TrainerRank:
     """
 
     def __init__(
-        self, model: str, config: TrainerConfig, *, run_dir: str | None = None, optimise: bool = True, token: str = ""
+        self, model: str, config: TrainerConfig, *, run_dir: str | None = None, optimise: bool = True
     ) -> None:
         started = time.perf_counter()
         torch.set_num_threads(config.threads)
-        self.folder, self.config, self.token = str(model), config, token
+        self.folder, self.config = str(model), config
         self.architecture = read_architecture(model)
         check_weights(model, self.architecture)
         self.parallel = titan.build(self.architecture, config, run_dir or "")
@@ -63,12 +63,10 @@ class TrainerRank:
                 p.requires_grad_(False)
         self._pieces: list[shards.Piece] | None = None
         self._publisher: Any = None
-        cp = config.context_parallel
         self._cp_group, self._tp_group = self.parallel.group("cp"), self.parallel.group("tp")
         self._batch_group = self.parallel.group("batch")
         self._world_group = dist.group.WORLD if self.world > 1 else None
         self._speaks = self.parallel.cp_rank == 0 and self.parallel.tp_rank == 0
-        self._cp = cp
         self.start_s = time.perf_counter() - started
 
     # ---- passes ----
@@ -247,23 +245,23 @@ class TrainerRank:
             self._pieces = shards.plan(self.parameters, self.parallel.adapter.from_hf_map)
         return self._pieces
 
-    def publish(self, readers: Sequence[str], *, dtype: str | None = None, ttl_s: float = 60.0) -> RankManifest:
+    def publish(self, readers: Sequence[str], *, dtype: str | None = None, ttl_s: float = 60.0) -> RankManifest | None:
         """Pack this rank's pieces for `readers` to fetch. Raises TransferError where a reader still holds the slot."""
         started = time.perf_counter()
         if self._publisher is None:
             from milkweed.transfer.publisher import Publisher
 
-            self._publisher = titan.make_publisher(Publisher, self.rank, self.token)
-        pieces = ((p.name, p.tensor(), p.shape, p.offsets) for p in self.hf_shards())
-        manifest = self._publisher.publish(self.version, pieces, readers, ttl_s=ttl_s, dtype=dtype)
+            self._publisher = Publisher(f"trainer{self.rank}", self.rank)
+        pieces = [(p.name, p.tensor(), p.shape, p.offsets) for p in self.hf_shards()]
+        # a rank whose every part is published by another has nothing to say
+        manifest = self._publisher.publish(self.version, pieces, readers, ttl_s, dtype) if pieces else None
         self.busy_s += time.perf_counter() - started
         return manifest
 
     def release(self, reader: str, version: PolicyVersion) -> None:
-        """`reader` has read `version`; its slot may be used again."""
-        if self._publisher is None:
-            raise TransferError(f"{reader} released version {version}, but this rank has published nothing")
-        self._publisher.release(reader, version)
+        """`reader` has read `version`; its slot may be used again. Releasing what is not leased is no fault."""
+        if self._publisher is not None:
+            self._publisher.release(reader, version)
 
     def _whole(self):
         return shards.full_tensors(self.parameters, self.parallel.adapter.from_hf_map)

@@ -1,0 +1,103 @@
+"""The trainer's Monarch actor: one `TrainerRank` in each process, called from the controller."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from milkweed.fleet.monarch_compat import Actor, endpoint
+from milkweed.training.config import TrainerConfig
+
+
+class TrainerActor(Actor):
+    """Every endpoint answers `(value, seconds)`; the seconds are this rank's own, without the call around them.
+
+    The rank is made by `start`, not by the constructor: an actor whose constructor raises is dead, and what it raised
+    would reach the controller as text only.
+    """
+
+    def __init__(self) -> None:
+        self._rank: Any = None
+
+    def _timed(self, work: Callable[[], Any]) -> tuple[Any, float]:
+        started = time.perf_counter()
+        value = work()
+        return value, time.perf_counter() - started
+
+    @endpoint
+    def start(self, model: str, config: TrainerConfig, run_dir: str | None, optimise: bool) -> tuple[dict[str, Any], float]:
+        """Build the policy; its statistics. Raises ConfigError or DataError."""
+        from milkweed.training.rank import TrainerRank
+
+        def work() -> dict[str, Any]:
+            self._rank = TrainerRank(model, config, run_dir=run_dir, optimise=optimise)
+            return self._rank.stats()
+
+        return self._timed(work)
+
+    @endpoint
+    def update(self, batch: Any, loss: bytes, clip_norm: float | None) -> tuple[dict[str, Any], float]:
+        """See TrainerRank.update; `loss` as `shipping.ship` packed it. The answer has the new version besides."""
+        from milkweed.training.shipping import unship
+
+        def work() -> dict[str, Any]:
+            metrics = self._rank.update(batch, unship(loss), clip_norm=clip_norm)
+            return {"metrics": metrics, "version": self._rank.version}
+
+        return self._timed(work)
+
+    @endpoint
+    def logprobs(self, batch: Any) -> tuple[Any, float]:
+        """See TrainerRank.logprobs."""
+        return self._timed(lambda: self._rank.logprobs(batch))
+
+    @endpoint
+    def publish(self, readers: list[str], dtype: str | None, ttl_s: float) -> tuple[Any, float]:
+        """See TrainerRank.publish."""
+        return self._timed(lambda: self._rank.publish(readers, dtype=dtype, ttl_s=ttl_s))
+
+    @endpoint
+    def release(self, reader: str, version: Any) -> tuple[None, float]:
+        """See TrainerRank.release."""
+        return self._timed(lambda: self._rank.release(reader, version))
+
+    @endpoint
+    def save(self, state: str) -> tuple[str, float]:
+        """See TrainerRank.save."""
+        return self._timed(lambda: self._rank.save(state))
+
+    @endpoint
+    def load(self, incarnation: int | None) -> tuple[dict[str, Any], float]:
+        """See TrainerRank.load. The answer has the version besides."""
+
+        def work() -> dict[str, Any]:
+            state = self._rank.load(incarnation)
+            return {"state": state, "version": self._rank.version}
+
+        return self._timed(work)
+
+    @endpoint
+    def export(self, folder: str, dtype: str) -> tuple[int, float]:
+        """See TrainerRank.export."""
+        return self._timed(lambda: self._rank.export(folder, dtype=dtype))
+
+    @endpoint
+    def set_lr(self, lr: float) -> tuple[float, float]:
+        """See TrainerRank.set_lr."""
+        return self._timed(lambda: self._rank.set_lr(lr))
+
+    @endpoint
+    def checksum(self) -> tuple[str, float]:
+        """See TrainerRank.checksum."""
+        return self._timed(lambda: self._rank.checksum())
+
+    @endpoint
+    def stats(self) -> tuple[dict[str, Any], float]:
+        """See TrainerRank.stats."""
+        return self._timed(lambda: self._rank.stats())
+
+    @endpoint
+    def close(self) -> tuple[None, float]:
+        """See TrainerRank.close."""
+        return self._timed(lambda: self._rank.close() if self._rank is not None else None)

@@ -1,0 +1,225 @@
+"""The controller's handle on a policy that trains (or, as a reference, only scores)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from milkweed.errors import MilkweedError, RemoteError, TransferError
+from milkweed.training.config import TrainerConfig
+from milkweed.training.shipping import Shipped, ship
+from milkweed.transfer.manifest import Manifest, join
+from milkweed.types import Batch, Loss, PolicyVersion
+
+if TYPE_CHECKING:
+    import torch
+
+    from milkweed.fleet import Fleet, Replica
+
+T = TypeVar("T")
+
+
+class Trainer:
+    """One policy on its replica. Calls run one after another; one that is cancelled while it runs still ends there, and
+    `version` then says so: an update happens whole or not at all.
+
+    All calls raise PeerDied, DeadlineExceeded or RemoteError as the replica does; what the ranks refuse on purpose
+    (StepRefused, DataError, ConfigError, TransferError) comes as itself.
+
+    `version` names the weights that the ranks hold. `busy_s` are the seconds the slowest rank has worked,
+    `publish_s` those of the last `publish`, all measured in the ranks.
+    """
+
+    def __init__(self, replica: Replica, config: TrainerConfig, model: str | Path, *, deadline_s: float = 600.0) -> None:
+        self.replica, self.config, self.model, self.deadline_s = replica, config, str(model), deadline_s
+        self.version = PolicyVersion()
+        self.busy_s = 0.0
+        self.publish_s = 0.0
+        self.loss_source: Shipped | None = None
+        self._one_at_a_time = asyncio.Lock()
+
+    @classmethod
+    async def start(
+        cls,
+        fleet: Fleet,
+        model: str | Path,
+        config: TrainerConfig,
+        *,
+        run_dir: str | Path | None = None,
+        role: str = "trainer",
+        index: int = 0,
+        optimise: bool = True,
+        deadline_s: float = 300.0,
+    ) -> Trainer:
+        """Spawn the ranks and load the Hugging Face folder `model`; with `optimise` off, a reference policy.
+
+        Raises ConfigError or DataError, naming the key or the file, where the folder or the degrees will not do; no
+        process is left then.
+        """
+        from milkweed.training.actor import TrainerActor
+
+        replica = await fleet.spawn(
+            role, index, TrainerActor, procs=config.world_size, distributed=config.world_size > 1, deadline_s=deadline_s
+        )
+        trainer = cls(replica, config, model)
+        try:
+            await trainer._call("start", str(model), config, str(run_dir) if run_dir else None, optimise, deadline_s=deadline_s)
+        except BaseException:
+            await replica.stop()
+            raise
+        trainer.busy_s = 0.0  # what a start costs is no work on a step
+        return trainer
+
+    async def update(self, batch: Batch, loss: Loss, *, clip_norm: float | None = None) -> dict[str, float]:
+        """One optimiser step; `version.step` grows by one.
+
+        Returns loss, grad_norm, lr, tokens (trained), seen (all but padding), seconds (of the slowest rank), applied (0,
+        and nothing has changed, where the batch trains no token), and the metrics that the loss returned. Raises
+        StepRefused, with everything as it was, where loss or gradient is not finite or the loss function raises.
+        """
+        shipped = self._ship(loss)
+
+        async def work() -> dict[str, float]:
+            answers = await self._call("update", batch, shipped.payload, clip_norm)
+            self.version = answers[0]["version"]
+            return {**answers[0]["metrics"], "seconds": max(a["metrics"]["seconds"] for a in answers)}
+
+        return await self._whole(work)
+
+    def _ship(self, loss: Loss) -> Shipped:
+        """`loss` packed anew every time, since what a cell's function closes over may have changed; its source is kept."""
+        shipped = ship(loss)
+        self.loss_source = shipped
+        return shipped
+
+    async def logprobs(self, batch: Batch) -> torch.Tensor:
+        """`[rows, seq]` log-prob of each token under this policy at `batch.temperature`; 0 at a sequence's first."""
+        from milkweed.training.batching import merge_rows
+
+        async def work() -> torch.Tensor:
+            return merge_rows(await self._call("logprobs", batch), *batch.tokens.shape)
+
+        return await self._whole(work)
+
+    async def save(self, state: dict[str, Any] | None = None) -> str:
+        """Write a checkpoint with `state` (the controller's, what JSON can say) inside, whole or not there. Returns its
+        folder."""
+        text = json.dumps(state or {})
+
+        async def work() -> str:
+            return (await self._call("save", text))[0]
+
+        return await self._whole(work)
+
+    async def load(self, incarnation: int | None = None) -> dict[str, Any] | None:
+        """Go back to the latest whole checkpoint of the run directory; the state inside, or None where there is none.
+
+        `version` gets `incarnation` (by default one more than the checkpoint's), so that weights trained after the
+        checkpoint and lost never share a name with those trained now.
+        """
+
+        async def work() -> dict[str, Any] | None:
+            answer = (await self._call("load", incarnation))[0]
+            self.version = answer["version"]
+            return None if answer["state"] is None else json.loads(answer["state"])
+
+        return await self._whole(work)
+
+    async def export(self, folder: str | Path, *, dtype: str = "float32") -> Path:
+        """Write a Hugging Face folder (weights, config, tokenizer) with the present weights, whole or not there."""
+        place = Path(folder).absolute()
+
+        async def work() -> Path:
+            await self._call("export", str(place), dtype)
+            return place
+
+        return await self._whole(work)
+
+    async def publish(self, readers: Sequence[str], *, dtype: str | None = None, ttl_s: float = 60.0) -> Manifest:
+        """Make the present weights readable by `readers`, each rank its own shards. Raises TransferError where both
+        slots are still leased; then nothing is leased to `readers` for this version."""
+
+        async def work() -> Manifest:
+            before = self.busy_s
+            try:
+                manifest = join([m for m in await self._call("publish", list(readers), dtype, ttl_s) if m is not None])
+            except TransferError:
+                for reader in readers:
+                    await self._call("release", reader, self.version)
+                raise
+            self.publish_s = self.busy_s - before
+            return manifest
+
+        return await self._whole(work)
+
+    async def release(self, reader: str, version: PolicyVersion) -> None:
+        """`reader` has what it wanted of `version` (or is dead): its lease ends."""
+
+        async def work() -> None:
+            await self._call("release", reader, version)
+
+        await self._whole(work)
+
+    async def set_lr(self, lr: float) -> float:
+        """Make `lr` the peak learning rate from the next step on; warm-up and decay go on. Returns the next step's."""
+
+        async def work() -> float:
+            return (await self._call("set_lr", lr))[0]
+
+        return await self._whole(work)
+
+    async def checksum(self) -> str:
+        """Digest of all parameters, the same however they are cut over ranks."""
+
+        async def work() -> str:
+            return (await self._call("checksum"))[0]
+
+        return await self._whole(work)
+
+    async def stats(self) -> list[dict[str, Any]]:
+        """Each rank's version, learning rate, seconds busy and to start, parameters, peak memory."""
+
+        async def work() -> list[dict[str, Any]]:
+            return await self._call("stats")
+
+        return await self._whole(work)
+
+    async def close(self) -> None:
+        """Let the ranks give back what they hold, then end them. Safe to call twice and after a failure."""
+        if self.replica.failure is None and not self.replica.stopped:
+            try:
+                await self._call("close", deadline_s=10.0)
+            except MilkweedError:
+                await self.replica.stop()
+                raise
+        await self.replica.stop()
+
+    async def _call(self, endpoint: str, *args: Any, deadline_s: float | None = None) -> list[Any]:
+        """The ranks' values in rank order; their seconds go into `busy_s`."""
+        try:
+            answers = await self.replica.call(endpoint, *args, deadline_s=deadline_s or self.deadline_s)
+        except RemoteError as error:
+            if isinstance(error.__cause__, (MilkweedError, msgspec.ValidationError)):
+                raise error.__cause__ from error
+            raise
+        self.busy_s += max(seconds for _, seconds in answers)
+        return [value for value, _ in answers]
+
+    async def _whole(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Run `work` after the calls before it, to its end even where the caller is cancelled."""
+
+        async def alone() -> T:
+            async with self._one_at_a_time:
+                return await work()
+
+        task = asyncio.ensure_future(alone())
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(lambda t: t.cancelled() or t.exception())  # its end is seen by the next call
+            raise
