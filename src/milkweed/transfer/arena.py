@@ -16,8 +16,9 @@ HUGE = 2 << 20
 class Arena:
     """`nbytes` of this process's host memory, zeroed, aligned to (and where the kernel allows made of) huge pages.
 
-    Every page is touched here, since first-touched memory transfers at a small fraction of the speed. The memory lives as
-    long as anything views it. `kind` is NIXL's memory type; an arena in device memory would differ in it and in `bytes`.
+    Every page is touched here, since first-touched memory transfers at a small fraction of the speed. The memory lives
+    as long as anything views it. `kind` is NIXL's memory type; an arena in device memory would differ in it and in
+    `bytes`.
     """
 
     kind = "DRAM"

@@ -58,8 +58,8 @@ class Layout:
 def plan(manifest: Manifest) -> Layout:
     """The layout of the full tensors, in the order of their names.
 
-    Raises TransferError naming the tensor and ranks if shards disagree about shape or dtype, reach outside their tensor,
-    are of the wrong size, or do not cover it exactly once.
+    Raises TransferError naming the tensor and ranks if shards disagree about shape or dtype, reach outside their
+    tensor, are of the wrong size, or do not cover it exactly once.
     """
     by_name: dict[str, list[tuple[int, Shard]]] = {}
     for index, rank in enumerate(manifest.ranks):
@@ -79,7 +79,8 @@ def plan(manifest: Manifest) -> Layout:
                     f"{first.dtype}{list(first.shape)}"
                 )
             _check_box(shard, where)
-        check_cover(name, first.shape, [(s.offsets, s.local_shape) for _, s in parts], [manifest.ranks[i].rank for i, _ in parts])
+        boxes = [(s.offsets, s.local_shape) for _, s in parts]
+        check_cover(name, first.shape, boxes, [manifest.ranks[i].rank for i, _ in parts])
         size = math.prod(first.shape) * item_bytes(first.dtype, name)
         tensor = StagedTensor(name, first.dtype, first.shape, offset, size)
         tensors.append(tensor)
@@ -94,8 +95,8 @@ def check_cover(
     boxes: Sequence[tuple[Sequence[int], Sequence[int]]],
     ranks: Sequence[int],
 ) -> None:
-    """Raises TransferError unless the boxes `(offsets, local_shape)` of `ranks` cover every element of a tensor of `shape`
-    exactly once. Exact for any dimension: cells between all cuts of the boxes are counted, not elements."""
+    """Raises TransferError unless the boxes `(offsets, local_shape)` of `ranks` cover every element of a tensor of
+    `shape` exactly once. Exact for any dimension: cells between all cuts of the boxes are counted, not elements."""
     if math.prod(shape) == 0:
         return
     solid = [(o, n, r) for (o, n), r in zip(boxes, ranks, strict=True) if math.prod(n) > 0]
@@ -112,14 +113,20 @@ def check_cover(
         return
     cell = tuple(int(i) for i in np.argwhere(count != 1)[0])
     place = ", ".join(f"{cuts[d][i]}:{cuts[d][i + 1]}" for d, i in enumerate(cell))
-    owners = [r for span, (_, _, r) in zip(spans, solid, strict=True) if all(s.start <= i < s.stop for s, i in zip(span, cell, strict=True))]
+    owners = [
+        rank
+        for span, (_, _, rank) in zip(spans, solid, strict=True)
+        if all(s.start <= i < s.stop for s, i in zip(span, cell, strict=True))
+    ]
     found = f"published by ranks {owners}" if owners else f"published by none of the ranks {sorted(set(ranks))}"
-    raise TransferError(f"tensor {name}: elements [{place}] of {list(shape)} are {found}; each must come from exactly one")
+    raise TransferError(
+        f"tensor {name}: elements [{place}] of {list(shape)} are {found}; each must come from exactly one"
+    )
 
 
 def assemble(layout: Layout, sources: Sequence[np.ndarray], slot: np.ndarray) -> None:
-    """Fill `slot` (uint8, at least `layout.nbytes` long) from `sources`, one uint8 array for each rank's slot. The bytes
-    between tensors are zeroed, so that equal weights have equal digests."""
+    """Fill `slot` (uint8, at least `layout.nbytes` long) from `sources`, one uint8 array for each rank's slot. The
+    bytes between tensors are zeroed, so that equal weights have equal digests."""
     for copy in layout.copies:
         shard, tensor = copy.shard, copy.tensor
         carrier = _CARRIER[ITEM_BYTES[tensor.dtype]]
@@ -137,7 +144,9 @@ def _check_box(shard: Shard, where: str) -> None:
         raise TransferError(f"{where}: shape, offsets and local shape differ in their number of dimensions")
     for size, offset, extent in zip(shard.shape, shard.offsets, shard.local_shape, strict=True):
         if offset < 0 or extent < 0 or offset + extent > size:
-            raise TransferError(f"{where}: shard {list(shard.local_shape)} at {list(shard.offsets)} reaches outside {list(shard.shape)}")
+            raise TransferError(
+                f"{where}: shard {list(shard.local_shape)} at {list(shard.offsets)} reaches outside {list(shard.shape)}"
+            )
     if shard.nbytes != math.prod(shard.local_shape) * item_bytes(shard.dtype, shard.name):
         raise TransferError(f"{where}: {shard.nbytes} bytes are not a {shard.dtype}{list(shard.local_shape)}")
     if shard.arena_offset % ALIGN:

@@ -66,16 +66,17 @@ class RankManifest(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, digest=self._digest())
 
     def check(self) -> None:
-        """Raises TransferError unless `digest` fits the rest, and every chunk and shard lies inside the slot."""
+        """Raises TransferError unless `digest` fits the rest, the chunks tile the slot and the shards lie in it."""
         if self._digest() != self.digest:
-            raise TransferError(f"{self.peer}: its manifest of version {self.version} was altered on the way (digest differs)")
-        for what, parts in (("chunk", [(c.offset, c.nbytes) for c in self.chunks]), ("shard", [(s.arena_offset, s.nbytes) for s in self.shards])):
-            for offset, nbytes in parts:
-                if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
-                    raise TransferError(f"{self.peer}: {what} {offset}+{nbytes} reaches outside its slot of {self.nbytes} bytes")
+            raise TransferError(
+                f"{self.peer}: its manifest of version {self.version} was altered on the way (digest differs)"
+            )
+        for shard in self.shards:
+            if shard.arena_offset < 0 or shard.nbytes < 0 or shard.arena_offset + shard.nbytes > self.nbytes:
+                raise TransferError(f"{self.peer}: tensor {shard.name} reaches outside its slot of {self.nbytes} bytes")
         end = 0
         for chunk in self.chunks:
-            if chunk.offset != end:
+            if chunk.offset != end or chunk.nbytes <= 0:
                 raise TransferError(f"{self.peer}: its chunks leave bytes {end}:{chunk.offset} unread")
             end += chunk.nbytes
         if end != self.nbytes:

@@ -21,7 +21,7 @@ from milkweed.transfer.arena import Arena
 
 NIXL_VERSION = "1.5.1"
 _WHEELS = ("nixl_cu12", "nixl_cu13")  # `import nixl` itself would import torch to choose between them
-_PROGRESS_DELAY_US = 1000  # the wheel's Python hard-codes 0: a progress thread that spins on a whole core
+_PROGRESS_DELAY_US = 2000  # 0.02 of a core; the wheel hard-codes 0, a progress thread that spins on a whole one
 # entries are split on commas, so no list-valued option may stand here; larger segments double TCP
 _UCX = {"engine_config": "TCP_TX_SEG_SIZE=256k,TCP_RX_SEG_SIZE=256k"}
 _construction = threading.Lock()
@@ -69,10 +69,11 @@ class Agent:
         self._peers: set[str] = set()
         self._closed = False
         try:
-            with _construction:  # the constructor looks its configuration class up in the module: lend it ours meanwhile
+            with _construction:  # the constructor looks its configuration class up in the module: lend it ours
                 plain, bind.nixlAgentConfig = bind.nixlAgentConfig, Paced
                 try:
-                    self._agent = api.nixl_agent(self.name, api.nixl_agent_config(backends=[], enable_prog_thread=progress))
+                    config = api.nixl_agent_config(backends=[], enable_prog_thread=progress)
+                    self._agent = api.nixl_agent(self.name, config)
                 finally:
                     bind.nixlAgentConfig = plain
             self._agent.create_backend("UCX", _UCX)
@@ -129,7 +130,7 @@ class Agent:
     def prepare_reads(
         self, local: int, peer: str, remote: int, pieces: Sequence[tuple[int, int]], kind: str = "DRAM"
     ) -> list[Read]:
-        """One reusable READ for each `(offset, nbytes)`, from address `remote + offset` of `peer` to `local + offset`."""
+        """A reusable READ for each `(offset, nbytes)`, from address `remote + offset` of `peer` to `local + offset`."""
         table = np.array([(offset, nbytes, 0) for offset, nbytes in pieces], np.uint64)
         here, there = table.copy(), table.copy()
         here[:, 0] += np.uint64(local)
@@ -158,7 +159,8 @@ class Read:
         self._agent, self._handle, self._lists = agent, handle, lists
 
     def start(self) -> bool:
-        """Post it; True when it is already done. Between processes of one host this blocks for the copy, without the GIL."""
+        """Post it; True when it is already done. Between processes of one host this blocks for the copy, without the
+        GIL."""
         return self._state(self._agent.transfer)
 
     def done(self) -> bool:

@@ -116,7 +116,8 @@ class Publisher:
             return slot.manifest
 
     def lease(self, reader: str, ttl_s: float = 60.0) -> RankManifest:
-        """Lease the newest version to one more reader (an engine that joins late). Raises TransferError if there is none."""
+        """Lease the newest version to one more reader (an engine that joins late). Raises TransferError if there is
+        none."""
         with self._lock:
             if self._newest is None or self._newest.manifest is None or self._closed:
                 raise TransferError(f"{self.name} has published no version that {reader} could read")
@@ -164,8 +165,8 @@ class Publisher:
                 f"version {s.manifest.version} by {', '.join(s.holders())}" for s in self._plane.slots if s.manifest
             )
             raise TransferError(
-                f"{self.name} cannot publish version {version}: both slots are leased ({held}). Release a reader that is "
-                "dead, or wait for its lease to end"
+                f"{self.name} cannot publish version {version}: both slots are leased ({held}). "
+                "Release a reader that is dead, or wait for its lease to end"
             )
         # the newest version goes last: an engine that joins late may still want it
         return self._plane, min(free, key=lambda slot: slot is self._newest)

@@ -1,4 +1,4 @@
-"""The host's side: read a version one-sided from every trainer rank, verify it, and stage full tensors in shared memory."""
+"""The host's side: read a version one-sided from every trainer rank, verify it, stage full tensors in shared memory."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class _Session:
         self.reads: dict[tuple, list[Read]] = {}
 
     def plan(self, rank: RankManifest, at: int) -> list[Read]:
-        """A READ for each chunk of the rank's slot, into the buffer from `at` on; prepared once for each of its slots."""
+        """A READ for each chunk of the rank's slot, into the buffer from `at` on; prepared once for each slot."""
         self.agent.add_peer(rank.agent, rank.metadata)
         pieces = tuple((c.offset, c.nbytes) for c in rank.chunks)
         key = (rank.agent, rank.address, at, pieces)
@@ -64,6 +64,43 @@ class _Session:
         self.agent.close()
 
 
+class _Attempt:
+    """One pull: what is asked, until when, and how far it is. `lock` orders its steps against being given up."""
+
+    def __init__(self, manifest: Manifest, deadline: float, deadline_s: float) -> None:
+        self.manifest, self.deadline, self.deadline_s = manifest, deadline, deadline_s
+        self.lock = threading.Lock()
+        self.given_up = False
+        self.reading = False  # inside NIXL, which may never return; all else is local work that ends by itself
+        self.slot: Slot | None = None
+
+    def step(self, reading: bool) -> None:
+        """Enter or leave NIXL. Raises TransferError if the pull was given up meanwhile."""
+        with self.lock:
+            self.check_given_up()
+            self.reading = reading
+
+    def place(self, rank: RankManifest, chunk: Chunk | None = None) -> str:
+        """Where an error happened."""
+        at = f"version {self.manifest.version} from {rank.peer}"
+        if chunk is None:
+            return at
+        return f"{at}, bytes {chunk.offset}:{chunk.offset + chunk.nbytes} ({rank.tensors_in(chunk)})"
+
+    def check_time(self, rank: RankManifest, chunk: Chunk) -> None:
+        """Raises TransferError past the deadline, naming who was being waited for."""
+        self.check_given_up()
+        if time.monotonic() > self.deadline:
+            raise TransferError(
+                f"{self.place(rank, chunk)}: no answer within {self.deadline_s:g} s; "
+                "the rank is hung, stopped or unreachable"
+            )
+
+    def check_given_up(self) -> None:
+        if self.given_up:
+            raise TransferError(f"the pull of version {self.manifest.version} was given up")
+
+
 class Puller:
     """Reads versions of the weights for one host.
 
@@ -80,7 +117,7 @@ class Puller:
         self._slots = Slots(f"mw-{token}-{name}")
         self._session: _Session | None = None
         self._quarantine: list[_Session] = []
-        self._lock = threading.Lock()  # of the two above, and of the order between abandoning a pull and its last word
+        self._unfinished: asyncio.Future[Staged] | None = None
         self._turn = asyncio.Lock()
         self._last: dict[str, float] = {}
         self._closed = False
@@ -88,23 +125,25 @@ class Puller:
     async def pull(self, manifest: Manifest, deadline_s: float, holders: Sequence[str] = ()) -> Staged:
         """The version as full tensors in shared memory, held for `holders` from the start.
 
-        Raises TransferError within `deadline_s` (and at most `GRACE_S`) naming the peer and the chunk or tensor: a rank is
-        dead, hung or slow, bytes differ from their digest, the manifest was altered, shards leave gaps or overlap, both
-        slots are held. What was staged and held before is then as it was. A version that is already here is not read
-        again.
+        Raises TransferError within `deadline_s` (and at most `GRACE_S`) naming the peer and the chunk or tensor: a rank
+        is dead, hung or slow, bytes differ from their digest, the manifest was altered, shards leave gaps or overlap,
+        both slots are held. What was staged and held before is then as it was. A version that is already here is not
+        read again. The first pull allocates three times the model (the buffer and two slots): give it a minute.
         """
-        deadline = time.monotonic() + deadline_s
+        attempt = _Attempt(manifest, time.monotonic() + deadline_s, deadline_s)
         try:
             async with asyncio.timeout(deadline_s):
                 await self._turn.acquire()
         except TimeoutError as error:
-            raise TransferError(f"{self.name}: the pull before that of version {manifest.version} took its {deadline_s:g} s") from error
+            raise TransferError(
+                f"{self.name}: another pull ran during all the {deadline_s:g} s given to version {manifest.version}"
+            ) from error
         try:
             if self._closed:
                 raise TransferError(f"{self.name} is closed")
             staged = self._ready(manifest)
             if staged is None:
-                staged = await self._attempt(manifest, deadline, deadline_s)
+                staged = await self._attempt(attempt)
             for holder in holders:
                 self._slots.hold(holder, staged.version)
             return staged
@@ -120,12 +159,13 @@ class Puller:
         self._slots.release(holder, version)
 
     def status(self) -> dict[str, Any]:
-        """Slots with versions and holders, the last pull's bytes, seconds of each part and GB/s, sessions in quarantine."""
+        """Slots with versions and holders, the last pull's bytes, seconds of its parts and GB/s, failed sessions that are
+        not stopped yet."""
         return {"slots": self._slots.status(), "last": dict(self._last), "quarantined": len(self._quarantine)}
 
     def close(self) -> None:
-        """Stop the agent (waiting at most `GRACE_S` for it) and remove the shared-memory files; engines keep what they have
-        mapped."""
+        """Stop the agent (waiting at most `GRACE_S` for it) and remove the shared-memory files; engines keep what they
+        have mapped."""
         self._closed = True
         if self._session is not None:
             self._drop_session(self._session)
@@ -138,130 +178,146 @@ class Puller:
         slot = self._slots.find(manifest.version)
         return slot.staged if slot is not None and slot.source == _identity(manifest) else None
 
-    async def _attempt(self, manifest: Manifest, deadline: float, deadline_s: float) -> Staged:
-        stop = threading.Event()
-        work = _in_thread(lambda: self._pull(manifest, deadline, deadline_s, stop), f"{self.name}-pull")
+    async def _attempt(self, attempt: _Attempt) -> Staged:
+        if self._unfinished is not None:  # given up during local work, such as touching fresh memory, which goes on
+            await asyncio.wait({self._unfinished}, timeout=max(0.0, attempt.deadline - time.monotonic()))
+            if not self._unfinished.done():
+                raise TransferError(
+                    f"{self.name}: an earlier pull still allocates or assembles after {attempt.deadline_s:g} s"
+                )
+            self._unfinished = None
+            staged = self._ready(attempt.manifest)
+            if staged is not None:
+                return staged
+        work = _in_thread(lambda: self._pull(attempt), f"{self.name}-pull")
         try:
-            done, _ = await asyncio.wait({work}, timeout=max(0.0, deadline - time.monotonic()) + GRACE_S)
+            await asyncio.wait({work}, timeout=max(0.0, attempt.deadline - time.monotonic()) + GRACE_S)
         except asyncio.CancelledError:
-            self._abandon(stop)
+            self._give_up(attempt, work)
             raise
-        if not done:
-            self._abandon(stop)
-            ranks = ", ".join(r.peer for r in manifest.ranks)
-            raise TransferError(f"version {manifest.version}: not read and staged within {deadline_s:g} s from {ranks}")
+        if not work.done():
+            self._give_up(attempt, work)
+            ranks = ", ".join(r.peer for r in attempt.manifest.ranks)
+            raise TransferError(
+                f"version {attempt.manifest.version}: not read and staged within {attempt.deadline_s:g} s from {ranks}"
+            )
         return work.result()
 
-    def _abandon(self, stop: threading.Event) -> None:
-        """Leave a running pull to itself: nothing that it may still touch is used again."""
-        with self._lock:
-            stop.set()
-            if self._session is not None:
-                self._quarantine.append(self._session)  # its own thread closes it, if it ever returns
-                self._session = None
-            self._slots.retire()
+    def _give_up(self, attempt: _Attempt, work: asyncio.Future[Staged]) -> None:
+        """Nobody waits for this pull any more. Inside NIXL it is left to itself with its session, which is not used
+        again; otherwise its local work ends by itself and the next pull waits for that, keeping what it allocated."""
+        with attempt.lock:
+            attempt.given_up = True
+            if attempt.reading:
+                if self._session is not None:
+                    self._quarantine.append(self._session)
+                    self._session = None
+                if attempt.slot is not None:
+                    self._slots.unclaim(attempt.slot)
+            else:
+                self._unfinished = work
 
-    def _pull(self, manifest: Manifest, deadline: float, deadline_s: float, stop: threading.Event) -> Staged:
+    def _pull(self, attempt: _Attempt) -> Staged:
         """The whole pull, in a thread of its own."""
         began = time.perf_counter()
+        manifest = attempt.manifest
         manifest.check()
         planned = layout.plan(manifest)
         starts = np.cumsum([0] + [layout.aligned(r.nbytes, 4096) for r in manifest.ranks]).tolist()
-        slot = self._slots.claim(planned.nbytes)
-        session: _Session | None = None
+        slot = attempt.slot = self._slots.claim(planned.nbytes)
         try:
-            session = self._open_session(starts[-1], stop)
+            session = self._open_session(starts[-1])
             ready = time.perf_counter()
+            attempt.step(reading=True)
             try:
-                self._read(session, manifest, starts, deadline, deadline_s, stop)
+                self._read(attempt, session, starts)
+                attempt.step(reading=False)
             except BaseException:
-                self._drop_session(session)
+                self._fail_session(attempt, session)
                 raise
             arrived = time.perf_counter()
             self._slots.begin(slot)
             sources = [session.arena.bytes[at : at + r.nbytes] for at, r in zip(starts, manifest.ranks, strict=False)]
             layout.assemble(planned, sources, slot.bytes)
-            staged = self._stage(slot, manifest, planned, stop)
+            digest = xxhash.xxh3_64_intdigest(slot.bytes[: planned.nbytes])
+            staged = Staged(manifest.version, str(slot.file.path), slot.offset, planned.nbytes, digest, planned.tensors)
+            self._slots.stage(slot, staged, _identity(manifest))
         finally:
-            self._slots.unclaim(slot)
-            if stop.is_set() and session is not None:
-                self._bury(session)
+            with attempt.lock:
+                if not (attempt.given_up and attempt.reading):  # else unclaimed already, and perhaps another's by now
+                    self._slots.unclaim(slot)
         ended = time.perf_counter()
         self._last = {
-            "nbytes": manifest.nbytes, "plan_s": ready - began, "read_s": arrived - ready, "assemble_s": ended - arrived,
-            "read_gb_s": manifest.nbytes / max(arrived - ready, 1e-9) / 1e9,
+            "nbytes": manifest.nbytes, "prepare_s": ready - began, "read_s": arrived - ready,
+            "assemble_s": ended - arrived, "read_gb_s": manifest.nbytes / max(arrived - ready, 1e-9) / 1e9,
         }  # fmt: skip
         return staged
 
-    def _stage(self, slot: Slot, manifest: Manifest, planned: layout.Layout, stop: threading.Event) -> Staged:
-        digest = xxhash.xxh3_64_intdigest(slot.bytes[: planned.nbytes])
-        staged = Staged(manifest.version, str(slot.file.path), slot.offset, planned.nbytes, digest, planned.tensors)
-        with self._lock:
-            _check_stop(manifest, stop)
-            self._slots.stage(slot, staged, _identity(manifest))
-        return staged
-
-    def _open_session(self, nbytes: int, stop: threading.Event) -> _Session:
+    def _open_session(self, nbytes: int) -> _Session:
         if self._session is not None and self._session.arena.nbytes < nbytes:
             self._drop_session(self._session)
-        if self._session is not None:
-            return self._session
-        if len(self._quarantine) > QUARANTINE:
-            raise TransferError(f"{self.name}: {len(self._quarantine)} failed NIXL sessions did not stop; replace this puller")
-        session = _Session(self.name, nbytes)
-        with self._lock:
-            if not stop.is_set():
-                self._session = session
-        return session
+        if self._session is None:
+            if len(self._quarantine) > QUARANTINE:
+                raise TransferError(
+                    f"{self.name}: {len(self._quarantine)} failed NIXL sessions did not stop; start another puller"
+                )
+            self._session = _Session(self.name, nbytes)
+        return self._session
 
-    def _read(
-        self, session: _Session, manifest: Manifest, starts: list[int], deadline: float, deadline_s: float, stop: threading.Event
-    ) -> None:
+    def _read(self, attempt: _Attempt, session: _Session, starts: list[int]) -> None:
         """Read every chunk of every rank, `WINDOW` posted at a time, verifying in a second thread what has arrived."""
-        session.forget_others({r.agent for r in manifest.ranks})
+        ranks = attempt.manifest.ranks
+        session.forget_others({r.agent for r in ranks})
         work: deque[tuple[RankManifest, Chunk, int, Read]] = deque()
-        for rank, at in zip(manifest.ranks, starts, strict=False):
-            with _naming(f"version {manifest.version} from {rank.peer}"):
-                work.extend((rank, c, at + c.offset, read) for c, read in zip(rank.chunks, session.plan(rank, at), strict=True))
+        for rank, at in zip(ranks, starts, strict=False):
+            with _naming(attempt.place(rank)):
+                reads = session.plan(rank, at)
+            work.extend((rank, c, at + c.offset, read) for c, read in zip(rank.chunks, reads, strict=True))
         posted: deque[tuple[RankManifest, Chunk, int, Read, bool]] = deque()
         checks: list[tuple[RankManifest, Chunk, Future[int]]] = []
         with ThreadPoolExecutor(1, thread_name_prefix=f"{self.name}-verify") as verifier:
             while work or posted:
                 while work and len(posted) < WINDOW:
                     rank, chunk, at, read = work.popleft()
-                    _check_time(manifest, rank, chunk, deadline, deadline_s, stop)
-                    with _naming(_place(manifest, rank, chunk)):
+                    attempt.check_time(rank, chunk)
+                    with _naming(attempt.place(rank, chunk)):
                         posted.append((rank, chunk, at, read, read.start()))
                 rank, chunk, at, read, done = posted.popleft()
                 began = time.monotonic()
-                with _naming(_place(manifest, rank, chunk)):
+                with _naming(attempt.place(rank, chunk)):
                     while not done:
-                        _check_time(manifest, rank, chunk, deadline, deadline_s, stop)
                         # polling is what moves the bytes of a network transport: without rest first, then with
                         time.sleep(0 if time.monotonic() - began < 0.005 else 2e-4)
                         done = read.done()
-                checks.append((rank, chunk, verifier.submit(xxhash.xxh3_64_intdigest, session.arena.bytes[at : at + chunk.nbytes])))
+                        if not done and time.monotonic() > attempt.deadline:
+                            break
+                if not done:
+                    attempt.check_time(rank, chunk)
+                arrived = session.arena.bytes[at : at + chunk.nbytes]
+                checks.append((rank, chunk, verifier.submit(xxhash.xxh3_64_intdigest, arrived)))
             for rank, chunk, digest in checks:
                 if digest.result() != chunk.digest:
                     raise TransferError(
-                        f"{_place(manifest, rank, chunk)}: bytes differ from their digest; the slot was overwritten while it was "
-                        "read (a lease ended too soon) or they were altered on the way"
+                        f"{attempt.place(rank, chunk)}: bytes differ from their digest; the slot was overwritten "
+                        "while it was read (a lease ended too soon) or they were altered on the way"
                     )
 
+    def _fail_session(self, attempt: _Attempt, session: _Session) -> None:
+        with attempt.lock:
+            if not attempt.given_up:
+                self._drop_session(session)
+                return
+        self._bury(session)  # in quarantine already; this thread has come back, so it can be stopped
+
     def _drop_session(self, session: _Session) -> None:
-        with self._lock:
-            if self._session is not session:
-                return  # abandoned: already in quarantine
-            self._session = None
-            self._quarantine.append(session)
+        self._session = None
+        self._quarantine.append(session)
         threading.Thread(target=self._bury, args=(session,), name=f"{self.name}-quarantine", daemon=True).start()
 
     def _bury(self, session: _Session) -> None:
         """Stop the session's agent; its buffer is freed only once that has returned."""
         session.close()
-        with self._lock:
-            if session in self._quarantine:
-                self._quarantine.remove(session)
+        self._quarantine.remove(session)
 
 
 class PullerActor(Actor):
@@ -308,23 +364,6 @@ class _naming:
             raise TransferError(f"{self.place}: {error}") from error
 
 
-def _place(manifest: Manifest, rank: RankManifest, chunk: Chunk) -> str:
-    return f"version {manifest.version} from {rank.peer}, bytes {chunk.offset}:{chunk.offset + chunk.nbytes} ({rank.tensors_in(chunk)})"
-
-
-def _check_time(
-    manifest: Manifest, rank: RankManifest, chunk: Chunk, deadline: float, deadline_s: float, stop: threading.Event
-) -> None:
-    _check_stop(manifest, stop)
-    if time.monotonic() > deadline:
-        raise TransferError(f"{_place(manifest, rank, chunk)}: no answer within {deadline_s:g} s; the rank is hung, stopped or unreachable")
-
-
-def _check_stop(manifest: Manifest, stop: threading.Event) -> None:
-    if stop.is_set():
-        raise TransferError(f"the pull of version {manifest.version} was abandoned")
-
-
 def _identity(manifest: Manifest) -> bytes:
     """What tells two manifests of one version apart."""
     return b"".join(r.digest for r in manifest.ranks)
@@ -334,6 +373,7 @@ def _in_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
     """Run in a daemon thread: unlike an executor's, one that never returns does not keep the process from ending."""
     loop = asyncio.get_running_loop()
     result: asyncio.Future[T] = loop.create_future()
+    result.add_done_callback(lambda done: done.cancelled() or done.exception())  # given up: nobody will ask for it
 
     def settle(value: T | None, error: BaseException | None) -> None:
         if result.cancelled():

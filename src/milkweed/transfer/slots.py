@@ -41,7 +41,8 @@ class Slot:
 
 
 class _File:
-    """A shared-memory file of two slots, its pages reserved at once: a full /dev/shm is an error here, not a SIGBUS later."""
+    """A shared-memory file of two slots, its pages reserved at once: a full /dev/shm is an error here, not a SIGBUS
+    later."""
 
     def __init__(self, prefix: str, slot_bytes: int) -> None:
         self.slot_bytes = aligned(max(slot_bytes, 1), mmap.PAGESIZE)
@@ -50,18 +51,19 @@ class _File:
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(descriptor, 0, total)
-            # plain mmap: multiprocessing's SharedMemory hands the file to a resource tracker, which unlinks it too early
+            # plain mmap: multiprocessing's SharedMemory hands the file to a resource tracker that unlinks it too early
             memory = mmap.mmap(descriptor, total)
         except OSError as error:
             self.path.unlink()
             raise TransferError(
-                f"{SHM} has no room for {total} bytes ({shutil.disk_usage(SHM).free} free): {error}. Two slots of the whole model must "
-                "fit; enlarge it (docker: --shm-size) or send a smaller dtype"
+                f"{SHM} has no room for {total} bytes ({shutil.disk_usage(SHM).free} free): {error}. Two slots of the "
+                "whole model must fit; enlarge it (docker: --shm-size) or send a smaller dtype"
             ) from error
         finally:
             os.close(descriptor)
         whole = np.frombuffer(memory, np.uint8)
-        self.slots = [Slot(self, i * self.slot_bytes, whole[i * self.slot_bytes :][: self.slot_bytes]) for i in range(SLOTS)]
+        starts = [i * self.slot_bytes for i in range(SLOTS)]
+        self.slots = [Slot(self, start, whole[start : start + self.slot_bytes]) for start in starts]
 
     def unlink(self) -> None:
         self.path.unlink(missing_ok=True)  # engines that have it mapped keep their mapping
@@ -81,18 +83,19 @@ class Slots:
             stale.unlink(missing_ok=True)
 
     def claim(self, nbytes: int) -> Slot:
-        """A slot of at least `nbytes` that nobody holds: an empty one first, then the oldest. What is staged in it stays
-        there until `begin`. Raises TransferError naming the holders if both are held."""
+        """A slot of at least `nbytes` that nobody holds: an empty one first, then the oldest. What is staged in it
+        stays there until `begin`. Raises TransferError naming the holders if both are held."""
         with self._lock:
             if self._current is None or self._current.slot_bytes < nbytes:
                 self.retire()
                 self._current = _File(self._prefix, nbytes)
             free = [s for s in self._current.slots if not s.holders and not s.claimed]
             if not free:
-                held = "; ".join(f"{s.staged.version} by {', '.join(sorted(s.holders))}" for s in self._current.slots if s.staged)
+                staged = [s for s in self._current.slots if s.staged]
+                held = "; ".join(f"{s.staged.version} by {', '.join(sorted(s.holders))}" for s in staged)
                 raise TransferError(
-                    f"both slots of {self._current.path} are held ({held or 'being filled'}): release the version that no engine "
-                    "serves, and every engine that is dead, before the next pull"
+                    f"both slots of {self._current.path} are held ({held or 'being filled'}): release the version that "
+                    "no engine serves, and every engine that is dead, before the next pull"
                 )
             slot = min(free, key=lambda s: s.order)
             slot.claimed = True
@@ -139,8 +142,8 @@ class Slots:
             self._sweep()
 
     def retire(self) -> None:
-        """Start a new file at the next claim: this one is too small, or an abandoned thread may still write to it. It is
-        unlinked when nobody holds a slot of it and a newer version is staged."""
+        """Start a new file at the next claim: this one is too small. It is unlinked when nobody holds a slot of it and
+        a newer version is staged."""
         with self._lock:
             if self._current is not None:
                 self._retired.append(self._current)
@@ -158,7 +161,11 @@ class Slots:
         """One line for each slot: path, version, holders."""
         with self._lock:
             return [
-                {"path": str(s.file.path), "version": str(s.staged.version) if s.staged else None, "holders": sorted(s.holders)}
+                {
+                    "path": str(s.file.path),
+                    "version": str(s.staged.version) if s.staged else None,
+                    "holders": sorted(s.holders),
+                }
                 for s in self._all()
             ]
 

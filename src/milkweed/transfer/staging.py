@@ -28,15 +28,18 @@ class StagedWeights:
         self.staged = staged
         self._memory = _map(staged.path)
         if staged.offset < 0 or staged.offset + staged.nbytes > len(self._memory):
-            raise TransferError(f"staged version {staged.version} reaches outside {staged.path} ({len(self._memory)} bytes)")
+            raise TransferError(
+                f"staged version {staged.version} reaches outside {staged.path} ({len(self._memory)} bytes)"
+            )
         for tensor in staged.tensors:
             if tensor.offset < 0 or tensor.offset + tensor.nbytes > staged.nbytes:
                 raise TransferError(f"tensor {tensor.name} reaches outside the slot of staged version {staged.version}")
 
     def verify(self) -> None:
-        """Raises TransferError unless the slot still holds exactly what was staged. Costs one pass over its bytes (about
-        0.1 s a GB)."""
-        with memoryview(self._memory) as whole, whole[self.staged.offset : self.staged.offset + self.staged.nbytes] as slot:
+        """Raises TransferError unless the slot still holds exactly what was staged. Costs one pass over its bytes
+        (about 0.1 s a GB)."""
+        start, end = self.staged.offset, self.staged.offset + self.staged.nbytes
+        with memoryview(self._memory) as whole, whole[start:end] as slot:
             found = xxhash.xxh3_64_intdigest(slot)
         if found != self.staged.digest:
             raise TransferError(
@@ -54,9 +57,8 @@ class StagedWeights:
             if tensor.nbytes == 0:
                 views[tensor.name] = torch.empty(tensor.shape, dtype=dtype)
                 continue
-            flat = torch.frombuffer(
-                self._memory, dtype=dtype, count=tensor.nbytes // dtype.itemsize, offset=self.staged.offset + tensor.offset
-            )
+            count, start = tensor.nbytes // dtype.itemsize, self.staged.offset + tensor.offset
+            flat = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=start)
             views[tensor.name] = flat.view(tensor.shape)
         return views
 
@@ -73,7 +75,9 @@ def _map(path: str) -> mmap.mmap:
             try:
                 descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             except OSError as error:
-                raise TransferError(f"staged weights {path} cannot be opened: {error}; was their puller closed?") from error
+                raise TransferError(
+                    f"staged weights {path} cannot be opened: {error}; was their puller closed?"
+                ) from error
             try:
                 # copy on write: torch wants writable memory, and an engine must not be able to alter another's weights
                 memory = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
