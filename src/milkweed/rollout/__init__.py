@@ -1,0 +1,6 @@
+"""Rollout: SGLang engines as replicas, behind one router."""
+
+from milkweed.rollout.protocol import CommitReport, EngineSpec, EngineStats, SampleError
+from milkweed.rollout.router import Router, UpdateReport
+
+__all__ = ["CommitReport", "EngineSpec", "EngineStats", "Router", "SampleError", "UpdateReport"]

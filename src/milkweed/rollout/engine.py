@@ -1,6 +1,6 @@
 """An engine as a replica of the fleet: many requests in, many replies out, one version of the weights at a time.
 
-`RolloutEngine` is the engine as a plain class, for any event loop; `EngineActor` is the same as a Monarch actor.
+A plain class for any event loop; `actor.py` makes it a Monarch actor.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from milkweed.rollout.protocol import (
     CommitReport,
     EngineReply,
     EngineRequest,
+    EngineSpec,
     EngineState,
     EngineStats,
 )
-from milkweed.rollout.sglang_engine import EngineDied, SGLang, engine_arguments, on_cpu
+from milkweed.rollout.sglang_engine import EngineDied, SGLang, engine_arguments
 from milkweed.rollout.sglang_hooks import METHOD
 from milkweed.transfer.manifest import Staged
 from milkweed.types import PolicyVersion, VersionSpan
@@ -32,29 +33,16 @@ _POLL_S = 0.2
 """How often the engine's processes are looked at; a death is known after this."""
 
 
-class EngineConfig(msgspec.Struct, kw_only=True):
-    """What an engine is made of. `model` is a Hugging Face folder on the engine's host, `arguments` go to SGLang's
-    ServerArgs as they are (the mesh file's `[rollout.engine]`)."""
-
-    model: str
-    dtype: str = "float32"
-    tensor_parallel: int = 1
-    version: PolicyVersion = PolicyVersion()
-    arguments: dict[str, Any] = {}
-    cpu: bool | None = None
-    """None: by whether this machine has an NVIDIA driver."""
-
-
 class RolloutEngine:
     """Samples from one version of the weights at a time. Replies wait until `collect` takes them.
 
     A request that fails is answered with its error and disturbs no other. When a process of the engine dies, every
-    request is answered with `retry` set, and `stats().state` is "dead" for good.
+    request is answered with the blame on the engine, and `stats().state` is "dead" for good.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
-        self.config = config
-        self.version = config.version
+    def __init__(self, spec: EngineSpec) -> None:
+        self.spec = spec
+        self.version = spec.version
         self._sglang: SGLang | None = None
         self._state: EngineState = "serving"
         self._cause = ""
@@ -73,13 +61,12 @@ class RolloutEngine:
     async def start(self) -> EngineStats:
         """Loads the model; returns when the engine serves. Blocks the event loop meanwhile (the engine's processes
         live as long as the thread that starts them). Raises ConfigError, DataError or EngineDied."""
-        c = self.config
+        c = self.spec
         self._expected, self._tied = folder_tensors(c.model), tied(c.model)
-        cpu = on_cpu() if c.cpu is None else c.cpu
         self._sglang = SGLang(
             engine_arguments(
                 c.model,
-                cpu=cpu,
+                cpu=c.cpu,
                 dtype=c.dtype,
                 tensor_parallel=c.tensor_parallel,
                 version=str(c.version),
@@ -113,7 +100,7 @@ class RolloutEngine:
     def _fail_running(self, cause: str) -> None:
         for request_id, task in list(self._running.items()):
             task.cancel()
-            self._finish(EngineReply(id=request_id, finish_reason="error", error=cause, retry=True))
+            self._finish(EngineReply(id=request_id, finish_reason="error", error=cause, blame="engine"))
         self._news.set()
 
     # ---- requests
@@ -123,10 +110,10 @@ class RolloutEngine:
         for r in requests:
             self._requests += 1
             if refusal := self._refusal(r):
-                self._reply(EngineReply(id=r.id, finish_reason="error", error=refusal))
+                self._reply(EngineReply(id=r.id, finish_reason="error", error=refusal, blame="request"))
             elif self._state != "serving" or self._sglang is None:
                 cause = f"the engine serves nothing ({self._state}): {self._cause or 'it was not started'}"
-                self._reply(EngineReply(id=r.id, finish_reason="error", error=cause, retry=True))
+                self._reply(EngineReply(id=r.id, finish_reason="error", error=cause, blame="engine"))
             else:
                 if self._busy_since is None:
                     self._busy_since = time.monotonic()
@@ -289,7 +276,7 @@ class RolloutEngine:
                     {
                         "staged": encoded(staged),
                         "previous": encoded(self._staged),
-                        "folder": self.config.model,
+                        "folder": self.spec.model,
                         "version": str(staged.version),
                         "head": not self._tied,
                         "fault": fault,
@@ -310,7 +297,8 @@ class RolloutEngine:
             elif outcome["state"] == "broken":
                 self._break(outcome["message"])
             parts = {"verify": verify_ms} | outcome["parts"]
-            return self._report(ok, outcome["message"], outcome["retracted"], parts)
+            seconds = time.perf_counter() - start
+            return self._report(ok, outcome["message"], retracted=outcome["retracted"], seconds=seconds, parts=parts)
 
     def _break(self, cause: str) -> None:
         """Nothing is served until a commit succeeds: what waits in the engine is given back."""
@@ -319,12 +307,8 @@ class RolloutEngine:
             self._sglang.abort(request_id)  # type: ignore[union-attr]
         self._fail_running(cause)
 
-    def _report(
-        self, ok: bool, message: str, retracted: int = 0, parts: dict[str, float] | None = None
-    ) -> CommitReport:
-        return CommitReport(
-            ok=ok, state=self._state, version=self.version, message=message, retracted=retracted, parts=parts or {}
-        )
+    def _report(self, ok: bool, message: str, **more: Any) -> CommitReport:
+        return CommitReport(ok=ok, state=self._state, version=self.version, message=message, **more)
 
     async def checksum(self) -> dict[str, str]:
         """SGLang's checksum over the live parameters by rank; equal for engines with equal weights and degrees."""

@@ -6,15 +6,32 @@ the controller a handful of small messages.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
+from milkweed.errors import MilkweedError
 from milkweed.types import FinishReason, PolicyVersion, Sampling, VersionSpan
 
 EngineState = Literal["serving", "broken", "dead"]
 """serving: whole weights of one version. broken: a commit and its roll-back both failed; nothing is served until a
 commit succeeds. dead: a process of the engine is gone or does not answer; it never serves again."""
+
+
+class SampleError(MilkweedError):
+    """An engine failed at one request, and at no other; the message names the sample."""
+
+
+class EngineSpec(msgspec.Struct, kw_only=True):
+    """What an engine is made of. `model` is a Hugging Face folder on the engine's host, whose weights are `version`;
+    `arguments` go to SGLang's ServerArgs as they are (the mesh file's `[rollout.engine]`)."""
+
+    model: str
+    dtype: str = "float32"
+    tensor_parallel: int = 1
+    version: PolicyVersion = PolicyVersion()
+    arguments: dict[str, Any] = {}
+    cpu: bool = True
 
 
 class EngineRequest(msgspec.Struct, array_like=True):
@@ -27,8 +44,8 @@ class EngineRequest(msgspec.Struct, array_like=True):
 
 
 class EngineReply(msgspec.Struct, array_like=True, kw_only=True):
-    """What became of one request. With `error` set, `retry` tells whether another engine may do better (this engine
-    failed, not the request)."""
+    """What became of one request. With `error` set, `blame` tells what failed: the request itself (it fits no engine
+    like this one), its sampling, or the engine (another one may do better)."""
 
     id: str
     token_ids: list[int] = []
@@ -38,7 +55,7 @@ class EngineReply(msgspec.Struct, array_like=True, kw_only=True):
     text: str = ""
     cached_tokens: int = 0
     error: str | None = None
-    retry: bool = False
+    blame: Literal["request", "sampling", "engine"] = "sampling"
 
 
 class EngineStats(msgspec.Struct, kw_only=True):
@@ -68,13 +85,14 @@ class Collected(msgspec.Struct):
 
 class CommitReport(msgspec.Struct, kw_only=True):
     """What a commit did. `ok` false with state "serving": the version before is served still, whole.
-    `version` is what the engine serves now; `parts` are milliseconds by part of the operation."""
+    `version` is what the engine serves now; `seconds` is the whole operation, `parts` its parts in milliseconds."""
 
     ok: bool
     state: EngineState
     version: PolicyVersion
     message: str = ""
     retracted: int = 0
+    seconds: float = 0.0
     parts: dict[str, float] = {}
 
 

@@ -34,11 +34,6 @@ class EngineDied(MilkweedError):
     """A process of the engine is gone, or it does not answer; it cannot be used again."""
 
 
-def on_cpu() -> bool:
-    """Whether this machine has no NVIDIA driver to run an engine on (no torch import)."""
-    return not os.path.exists("/proc/driver/nvidia/version")
-
-
 def engine_environment(*, cpu: bool, tensor_parallel: int = 1, threads: int = 1) -> dict[str, str]:
     """Variables that an engine's process needs before Python imports anything of torch or SGLang."""
     env = {

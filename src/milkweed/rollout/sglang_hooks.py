@@ -22,13 +22,24 @@ def register() -> None:
     """SGLang's plugin entry point: called in every process of every engine on the machine, ours or not."""
     if os.environ.get("MILKWEED_ENGINE") != "1":
         return
+    import multiprocessing
     import signal
 
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    if os.environ.get("SGLANG_RUN_ID"):  # a child of an engine: its parent ignores this signal, it must not
+    if multiprocessing.parent_process() is not None:  # a scheduler: its parent ignores this signal, it must not
         signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+    if os.environ.get("MILKWEED_TOKEN"):
+        # a killed engine leaves this file behind; under the fleet's name it is swept
+        HookRegistry.register("sglang.srt.managers.load_snapshot.shm_path_for", _shm_path, HookType.REPLACE)
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.handle_rpc_request", _on_rpc, HookType.AROUND)
+
+
+def _shm_path(ipc_name: str) -> str:
+    import hashlib
+
+    digest = hashlib.blake2s(ipc_name.encode(), digest_size=6).hexdigest()
+    return f"/dev/shm/mw-{os.environ['MILKWEED_TOKEN']}-loads-{digest}"
 
 
 def _on_rpc(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:

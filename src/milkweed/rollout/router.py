@@ -1,0 +1,457 @@
+"""The controller's side of the engines: samples go to the least loaded, stay with their session, and go elsewhere when
+an engine dies."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+
+from milkweed.errors import DataError, DeadlineExceeded, FleetError, MilkweedError, PeerDied, RemoteError, TransferError
+from milkweed.rollout.protocol import (
+    Collected,
+    CommitReport,
+    EngineReply,
+    EngineRequest,
+    EngineSpec,
+    EngineStats,
+    SampleError,
+    decode_collected,
+    decode_report,
+    decode_stats,
+    encode,
+)
+from milkweed.transfer.manifest import Staged
+from milkweed.types import Completion, PolicyVersion, Sampling
+
+if TYPE_CHECKING:
+    from milkweed.fleet import Fleet
+
+POLL_S = 5.0
+"""How long an engine holds a call to `collect` that has nothing to answer; with it the engine is heard of."""
+SILENT_S = 20.0
+"""How much longer until an engine that does not answer counts as hung."""
+LINGER_S = 0.02
+"""How long an engine gathers further replies for one message. The last ones of a burst never wait."""
+RESENDS = 2
+"""Engines that may die under a request before it is given up, lest one request take all of them down."""
+
+
+class EngineReplica(Protocol):
+    """What the router needs of `fleet.Replica`."""
+
+    name: str
+    host: Any
+
+    async def call_one(self, endpoint: str, *args: Any, deadline_s: float) -> Any: ...
+    async def stop(self) -> None: ...
+
+
+class UpdateReport(msgspec.Struct):
+    """What became of one version on each engine. `seconds` is the slowest commit, measured inside the engine."""
+
+    version: PolicyVersion
+    engines: dict[str, CommitReport]
+
+    @property
+    def seconds(self) -> float:
+        return max((r.seconds for r in self.engines.values()), default=0.0)
+
+    @property
+    def failed(self) -> dict[str, str]:
+        return {name: r.message for name, r in self.engines.items() if not r.ok}
+
+
+class _Pending:
+    """One sample on its way. `engine` is where it was sent, None while it waits for room."""
+
+    __slots__ = ("request", "future", "engine", "session", "lost")
+
+    def __init__(self, request: EngineRequest, future: asyncio.Future[EngineReply], session: str | None) -> None:
+        self.request, self.future, self.session = request, future, session
+        self.engine: _Engine | None = None
+        self.lost: list[str] = []
+        """The engines that failed under it."""
+
+
+class _Engine:
+    """What the router knows of one engine."""
+
+    def __init__(self, replica: EngineReplica, stats: EngineStats) -> None:
+        self.replica, self.stats = replica, stats
+        self.pending: dict[str, _Pending] = {}
+        self.outbox: list[EngineRequest] = []
+        self.aborts: list[str] = []
+        self.dead: FleetError | None = None
+        self.stale: str | None = None
+        """Why it gets no samples although it lives: its last commit failed."""
+        self.busy_at_start = 0.0
+        self.collector: asyncio.Task[None] | None = None
+
+    @property
+    def usable(self) -> bool:
+        return self.dead is None and self.stale is None
+
+
+class Router:
+    """Samples from all engines as from one.
+
+    Each sample goes to its session's engine, else to the one with the fewest samples in flight; at most `max_in_flight`
+    are given to an engine, the rest wait here in order. Samples asked for in one turn of the event loop travel in one
+    message. Make it with `spawn`, or from started engines with `Router(replicas, stats)`.
+    """
+
+    def __init__(
+        self, replicas: Sequence[EngineReplica], stats: Sequence[EngineStats], *, max_in_flight: int = 256
+    ) -> None:
+        if not replicas:
+            raise ValueError("a router needs at least one engine")
+        self._engines = [_Engine(r, s) for r, s in zip(replicas, stats, strict=True)]
+        self.max_in_flight = max_in_flight
+        self.version = min(s.version for s in stats)
+        """The newest version that any engine serves; engines that missed it get no samples."""
+        self._waiting: deque[_Pending] = deque()
+        self._sessions: OrderedDict[str, _Engine] = OrderedDict()
+        self._ids = itertools.count()
+        self._in_flight = 0
+        self._busy_s = 0.0
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._closed = False
+        for engine in self._engines:
+            engine.collector = asyncio.create_task(self._collect(engine), name=f"replies of {engine.replica.name}")
+
+    @classmethod
+    async def spawn(
+        cls,
+        fleet: Fleet,
+        model: str,
+        *,
+        version: PolicyVersion = PolicyVersion(),
+        dtype: str = "float32",
+        max_in_flight: int = 256,
+        deadline_s: float = 300.0,
+    ) -> Router:
+        """Starts the engines of the fleet's mesh on the Hugging Face folder `model`, whose weights are `version`.
+        Raises FleetError (an engine did not come up), ConfigError or DataError; what had started is stopped then."""
+        from milkweed.rollout.actor import EngineActor
+        from milkweed.rollout.sglang_engine import engine_environment
+
+        c, cpu = fleet.mesh.rollout, fleet.mesh.device == "cpu"
+        spec = EngineSpec(
+            model=str(model),
+            dtype=dtype,
+            tensor_parallel=c.tensor_parallel,
+            version=version,
+            arguments=dict(c.engine),
+            cpu=cpu,
+        )
+        env = engine_environment(cpu=cpu, tensor_parallel=c.tensor_parallel, threads=c.threads)
+
+        async def one(index: int) -> tuple[EngineReplica, EngineStats]:
+            replica = await fleet.spawn("rollout", index, EngineActor, encode(spec), env=env, deadline_s=deadline_s)
+            try:
+                return replica, decode_stats(await replica.call_one("start", deadline_s=deadline_s))
+            except BaseException as e:
+                await replica.stop()
+                if isinstance(e, RemoteError) and isinstance(e.__cause__, MilkweedError):
+                    raise e.__cause__ from None
+                raise
+
+        started = await asyncio.gather(*(one(i) for i in range(c.replicas)), return_exceptions=True)
+        up = [s for s in started if not isinstance(s, BaseException)]
+        if errors := [s for s in started if isinstance(s, BaseException)]:
+            await asyncio.gather(*(replica.stop() for replica, _ in up))
+            raise errors[0]
+        return cls([r for r, _ in up], [s for _, s in up], max_in_flight=max_in_flight)
+
+    # ---- samples
+
+    async def sample(
+        self,
+        token_ids: Sequence[int],
+        sampling: Sampling | None = None,
+        *,
+        session: str | None = None,
+        name: str = "",
+        deadline_s: float = 900.0,
+    ) -> Completion:
+        """One completion of `token_ids`. `name` (else `session`) says in errors whose sample it was.
+
+        Raises DataError for a request that fits no engine (a prompt longer than the context), SampleError when
+        sampling it failed, FleetError when no engine is left, DeadlineExceeded after `deadline_s`. Cancelling the call
+        stops the sample in its engine.
+        """
+        if self._closed:
+            raise FleetError("rollout", "refused", "the router was closed")
+        who = name or session or ""
+        sampling = sampling or Sampling()
+        request = EngineRequest(f"r{next(self._ids)}", list(token_ids), sampling, who)
+        p = _Pending(request, asyncio.get_running_loop().create_future(), session)
+        self._enter()
+        try:
+            self._place(p)
+            async with asyncio.timeout(deadline_s):
+                reply = await p.future
+        except TimeoutError:
+            where = p.engine.replica.name if p.engine else "rollout"
+            raise DeadlineExceeded(where, "hung", f"sample {who or request.id} not done within {deadline_s:g} s") from None
+        finally:
+            self._drop(p)
+            self._leave()
+        if reply.error is not None:
+            raise DataError(reply.error) if reply.blame == "request" else SampleError(reply.error)
+        assert p.engine is not None
+        return Completion(
+            prompt_ids=request.token_ids,
+            token_ids=reply.token_ids,
+            logprobs=reply.logprobs,
+            finish_reason=reply.finish_reason,
+            versions=reply.versions,
+            sampling=sampling,
+            text=reply.text,
+            engine=p.engine.replica.name,
+            cached_tokens=reply.cached_tokens,
+        )
+
+    def end_session(self, session: str) -> None:
+        """Forgets which engine served `session` (it would be forgotten in time)."""
+        self._sessions.pop(session, None)
+
+    def _place(self, p: _Pending) -> None:
+        """Gives `p` to an engine or lets it wait; fails it when no engine can ever take it."""
+        if p.future.done():
+            return
+        usable = [e for e in self._engines if e.usable]
+        if not usable:
+            p.future.set_exception(self._nobody())
+            return
+        engine = self._sessions.get(p.session) if p.session is not None else None
+        if engine is None or not engine.usable or len(engine.pending) >= self.max_in_flight:
+            engine = min(usable, key=lambda e: len(e.pending))
+        if len(engine.pending) >= self.max_in_flight:
+            self._waiting.append(p)
+            return
+        if p.session is not None:
+            self._sessions[p.session] = engine
+            self._sessions.move_to_end(p.session)
+            while len(self._sessions) > 65536:
+                self._sessions.popitem(last=False)
+        p.engine = engine
+        engine.pending[p.request.id] = p
+        engine.outbox.append(p.request)
+        if len(engine.outbox) == 1:
+            self._spawn(self._send(engine))
+
+    def _drop(self, p: _Pending) -> None:
+        """Forgets `p`; what its engine still does for it is stopped."""
+        engine = p.engine
+        if engine is None:
+            if p in self._waiting:
+                self._waiting.remove(p)
+        elif engine.pending.pop(p.request.id, None) is not None:
+            if p.request in engine.outbox:
+                engine.outbox.remove(p.request)
+            elif engine.dead is None:
+                engine.aborts.append(p.request.id)
+                if len(engine.aborts) == 1:
+                    self._spawn(self._send_aborts(engine))
+            self._fill()
+
+    def _fill(self) -> None:
+        while self._waiting and any(e.usable and len(e.pending) < self.max_in_flight for e in self._engines):
+            self._place(self._waiting.popleft())
+
+    async def _send(self, engine: _Engine) -> None:
+        await asyncio.sleep(0)  # let everyone who asks in this turn come aboard
+        batch, engine.outbox = engine.outbox, []
+        if batch:
+            await self._tell(engine, "submit", encode(batch), deadline_s=SILENT_S)
+
+    async def _send_aborts(self, engine: _Engine) -> None:
+        await asyncio.sleep(0)
+        batch, engine.aborts = engine.aborts, []
+        await self._tell(engine, "abort", batch, deadline_s=SILENT_S)
+
+    async def _tell(self, engine: _Engine, endpoint: str, *args: Any, deadline_s: float) -> None:
+        if engine.dead is None:
+            try:
+                await engine.replica.call_one(endpoint, *args, deadline_s=deadline_s)
+            except FleetError as e:
+                self._lose(engine, e)
+
+    async def _collect(self, engine: _Engine) -> None:
+        while engine.dead is None:
+            try:
+                raw = await engine.replica.call_one("collect", POLL_S, LINGER_S, deadline_s=POLL_S + SILENT_S)
+                collected = decode_collected(raw)
+            except FleetError as e:
+                self._lose(engine, e)
+                return
+            self._take(engine, collected)
+
+    def _take(self, engine: _Engine, collected: Collected) -> None:
+        engine.stats = stats = collected.stats
+        again: list[_Pending] = []
+        for reply in collected.replies:
+            p = engine.pending.pop(reply.id, None)
+            if p is None or p.future.done():  # cancelled here, or sent elsewhere since
+                continue
+            if reply.error is not None and reply.blame == "engine":
+                again.append(p)
+            else:
+                p.future.set_result(reply)
+        if stats.state == "dead":
+            self._lose(engine, PeerDied(engine.replica.name, "died", stats.cause), again)
+            return
+        if stats.state == "broken" and engine.stale is None:
+            engine.stale = stats.cause
+        for p in again:
+            self._resend(p, stats.cause)
+        self._fill()
+
+    def _lose(self, engine: _Engine, error: FleetError, more: Sequence[_Pending] = ()) -> None:
+        """The engine serves no more; its samples are done again elsewhere, from the start."""
+        if engine.dead is not None:
+            return
+        engine.dead = error
+        engine.outbox, engine.aborts = [], []
+        lost, engine.pending = [*more, *engine.pending.values()], {}
+        for p in lost:
+            self._resend(p, str(error))
+        if not any(e.usable for e in self._engines):
+            waiting, self._waiting = self._waiting, deque()
+            for p in waiting:
+                self._place(p)
+        if not self._closed:
+            self._spawn(engine.replica.stop())
+
+    def _resend(self, p: _Pending, cause: str) -> None:
+        if p.engine is not None:
+            p.lost.append(p.engine.replica.name)
+            p.engine = None
+        if p.future.done():
+            return
+        if len(p.lost) > RESENDS:
+            who = p.request.name or p.request.id
+            p.future.set_exception(SampleError(f"sample {who}: {', '.join(p.lost)} failed under it, the last: {cause}"))
+        else:
+            self._place(p)
+
+    def _nobody(self) -> FleetError:
+        causes = "; ".join(str(e.dead) if e.dead else f"{e.replica.name}: {e.stale}" for e in self._engines)
+        return FleetError("rollout", "refused", f"no engine can sample: {causes}")
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # ---- weights
+
+    async def update_weights(
+        self, staged: dict[str, Staged], version: PolicyVersion, *, deadline_s: float = 60.0
+    ) -> UpdateReport:
+        """Commits `version`, staged on each host by name, on all engines at once.
+
+        An engine that fails gets no samples until a later commit succeeds; the others go on. Raises TransferError
+        when no engine took it.
+        """
+        living = [e for e in self._engines if e.dead is None]
+        reports = await asyncio.gather(*(self._commit(e, staged.get(e.replica.host.name), deadline_s) for e in living))
+        report = UpdateReport(version, {e.replica.name: r for e, r in zip(living, reports, strict=True)})
+        if not any(r.ok for r in reports):
+            causes = "; ".join(f"{name}: {why}" for name, why in report.failed.items()) or str(self._nobody())
+            raise TransferError(f"no engine took version {version}: {causes}")
+        self.version = version
+        self._fill()
+        return report
+
+    async def _commit(self, engine: _Engine, staged: Staged | None, deadline_s: float) -> CommitReport:
+        name = engine.replica.name
+        if staged is None:
+            message = f"nothing was staged on its host {engine.replica.host.name}"
+            report = CommitReport(ok=False, state=engine.stats.state, version=engine.stats.version, message=message)
+        else:
+            try:
+                raw = await engine.replica.call_one("commit", encode(staged), deadline_s, deadline_s=deadline_s + SILENT_S)
+                report = decode_report(raw)
+            except FleetError as e:
+                # what it serves now is unknown, so it must not serve
+                self._lose(engine, e)
+                return CommitReport(ok=False, state="dead", version=engine.stats.version, message=str(e))
+        engine.stats.version, engine.stats.state = report.version, report.state
+        if report.ok:
+            engine.stale = None
+        elif report.state == "dead":
+            self._lose(engine, PeerDied(name, "died", report.message))
+        else:
+            engine.stale = report.message
+        return report
+
+    async def checksums(self, *, deadline_s: float = 60.0) -> dict[str, dict[str, str]]:
+        """SGLang's checksum of the live parameters, by engine and rank."""
+        living = [e for e in self._engines if e.dead is None]
+        sums = await asyncio.gather(*(e.replica.call_one("checksum", deadline_s=deadline_s) for e in living))
+        return {e.replica.name: s for e, s in zip(living, sums, strict=True)}
+
+    # ---- looking
+
+    def versions(self) -> dict[str, PolicyVersion]:
+        """What each living engine serves."""
+        return {e.replica.name: e.stats.version for e in self._engines if e.dead is None}
+
+    def stats(self) -> dict[str, EngineStats]:
+        """The last each engine said of itself, the dead ones too."""
+        return {e.replica.name: e.stats for e in self._engines}
+
+    @property
+    def load(self) -> dict[str, int]:
+        """Samples in flight on each engine, and those that wait here under ""."""
+        return {e.replica.name: len(e.pending) for e in self._engines} | {"": len(self._waiting)}
+
+    @property
+    def tokens(self) -> int:
+        """Tokens sampled by all engines since they started."""
+        return sum(e.stats.tokens for e in self._engines)
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds that sampling has taken, measured inside the engines: of each stretch in which samples were in
+        flight, the time of the engine that was busy longest."""
+        return self._busy_s + (self._stretch() if self._in_flight else 0.0)
+
+    def _stretch(self) -> float:
+        return max((e.stats.busy_s - e.busy_at_start for e in self._engines), default=0.0)
+
+    def _enter(self) -> None:
+        if self._in_flight == 0:
+            for e in self._engines:
+                e.busy_at_start = e.stats.busy_s
+        self._in_flight += 1
+
+    def _leave(self) -> None:
+        self._in_flight -= 1
+        if self._in_flight == 0:
+            self._busy_s += self._stretch()
+
+    async def close(self, *, deadline_s: float = 15.0) -> None:
+        """Ends the engines. Samples in flight get a FleetError. May be called twice."""
+        if self._closed:
+            return
+        self._closed = True
+        living = [e for e in self._engines if e.dead is None]
+        for engine in living:
+            if engine.collector is not None:
+                engine.collector.cancel()
+            self._lose(engine, FleetError(engine.replica.name, "refused", "the router was closed"))
+        for task in list(self._tasks):
+            task.cancel()
+        ends = (e.replica.call_one("close", deadline_s=deadline_s) for e in living)
+        for engine, end in zip(living, await asyncio.gather(*ends, return_exceptions=True), strict=True):
+            if isinstance(end, BaseException) and not isinstance(end, FleetError):
+                raise end
+            await engine.replica.stop()
