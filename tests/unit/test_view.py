@@ -17,7 +17,7 @@ def test_without_a_terminal_there_is_one_line_a_step():
         for step in range(1, 5):
             view.update(step, row(step / 4))
     lines = out.getvalue().splitlines()
-    assert len(lines) == 4 and "step 4/4 reward 1.000" in lines[-1] and "generate 0.60" in lines[-1]
+    assert len(lines) == 4 and "step 4/4 reward 1.000 loss +0.1000 tokens/s 900 weights 0.1" in lines[-1] and "generate 0.60" in lines[-1]
 
 
 def test_on_a_terminal_the_panel_shows_reward_time_and_weights():

@@ -79,7 +79,8 @@ class View:
         if self._first is None:
             self._first, self._began = step - 1, time.monotonic() - row.get("time", {}).get("step", 0.0)
         self._step, self._row, self._status = step, row, ""
-        self._rewards.append(row.get("reward", float("nan")))
+        if "reward" in row:
+            self._rewards.append(row["reward"])
         if self._live is None:
             self.say(self._line(step, row))
 
@@ -89,17 +90,21 @@ class View:
 
     def _line(self, step: int, row: dict[str, Any]) -> str:
         parts = " ".join(f"{k} {v:.2f}" for k, v in row.get("time", {}).items() if k != "step")
-        return (
-            f"step {step}/{self._steps} reward {row.get('reward', float('nan')):.3f} loss {row.get('loss', 0.0):+.4f} "
-            f"{row.get('tokens_per_s', 0):.0f} tok/s {row.get('time', {}).get('step', 0.0):.2f} s ({parts}) "
-            f"weights {row.get('version', '?')} left {self._left()}"
-        )
+        said = [f"step {step}/{self._steps}", *(f"{name} {value}" for name, value in self._numbers(row))]
+        return " ".join([*said, f"{row.get('time', {}).get('step', 0.0):.2f} s ({parts})", f"left {self._left()}"])
+
+    @staticmethod
+    def _numbers(row: dict[str, Any]) -> list[tuple[str, str]]:
+        """What is known of a step, by name: a run without engines has no reward and samples no tokens."""
+        forms = {"reward": ".3f", "loss": "+.4f", "tokens_per_s": ".0f", "version": ""}
+        names = {"tokens_per_s": "tokens/s", "version": "weights"}
+        return [(names.get(k, k), format(row[k], form)) for k, form in forms.items() if row.get(k) not in (None, 0.0)]
 
     def _render(self):
         row, table = self._row, Table.grid(padding=(0, 2))
-        table.add_row("step", f"{self._step}/{self._steps}", "left", self._left(), "weights", str(row.get("version", "-")))
-        if row:
-            table.add_row("reward", f"{row.get('reward', float('nan')):.3f}", "loss", f"{row.get('loss', 0.0):+.4f}", "tokens/s", f"{row.get('tokens_per_s', 0):.0f}")
+        table.add_row("step", f"{self._step}/{self._steps}", "left", self._left())
+        if numbers := self._numbers(row):
+            table.add_row(*(word for pair in numbers for word in pair))
         lines: list[Any] = [table]
         if self._rewards:
             lines.append(Text(f"reward    {sparkline(self._rewards)}  {min(self._rewards):.2f}..{max(self._rewards):.2f}"))

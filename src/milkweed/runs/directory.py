@@ -14,12 +14,16 @@ import os
 import socket
 import sys
 import time
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from milkweed.errors import ConfigError, RunLocked
+
+INVOCATION: ContextVar[tuple[str, list[str]]] = ContextVar("invocation", default=("notebook", []))
+"""The recipe being run and its arguments, which `run.json` keeps so that `milkweed run DIR` can go on."""
 
 
 class RunRecord(msgspec.Struct, kw_only=True):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
+
 from milkweed.config import MeshConfig, load_mesh
-from milkweed.errors import ConfigError, FleetError, MilkweedError, TransferError
+from milkweed.errors import ConfigError, MilkweedError, TransferError
 from milkweed.fleet import Fleet, Replica
+from milkweed.runs.sampling import first_leaf
 from milkweed.types import PolicyVersion
 
 if TYPE_CHECKING:
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from milkweed.training import Trainer, TrainerConfig
 
 T = TypeVar("T")
+ROLES = ("trainer", "rollout", "reward")
+DEGREES = ("data_parallel_replicate", "data_parallel_shard", "tensor_parallel", "context_parallel", "dtype", "threads")
 
 
 async def whole(work: Awaitable[T]) -> T:
@@ -35,16 +39,98 @@ async def whole(work: Awaitable[T]) -> T:
         raise
 
 
+async def up(
+    mesh: str | Path | MeshConfig = "local",
+    *,
+    model: str | Path,
+    trainer: TrainerConfig | None = None,
+    run_dir: str | Path | None = None,
+    roles: Sequence[str] = ROLES,
+    reference: bool = False,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Mesh:
+    """Bring a mesh up: processes started, the model folder loaded everywhere, ready to sample and train.
+
+    `mesh` is a mesh file, the name of one that comes with Milkweed, or a MeshConfig. `roles` leaves out what a recipe
+    has no use for; `reference` adds a frozen copy of `model`. Logs and checkpoints go to `run_dir`. `progress` hears
+    what is being waited for. Raises ConfigError or DataError before any process starts where it can, FleetError where
+    a process does not come up; nothing is left running then.
+    """
+    from milkweed.data import Chat
+    from milkweed.training.config import TrainerConfig
+
+    config = mesh if isinstance(mesh, MeshConfig) else load_mesh(mesh)
+    unknown = set(roles) - set(ROLES)
+    if unknown:
+        raise ConfigError(f"roles: {', '.join(sorted(unknown))} is none of {', '.join(ROLES)}")
+    settings = trainer or TrainerConfig()
+    own = [k for k in DEGREES if getattr(settings, k) != getattr(TrainerConfig(), k)]
+    if own:
+        raise ConfigError(f"trainer.{own[0]} is the mesh file's to say ({config.origin}, table [trainer]); leave it out of the recipe")
+    folder = Path(model).absolute()
+    chat = await asyncio.to_thread(Chat, folder)
+
+    def degrees(of: Any) -> TrainerConfig:
+        return msgspec.structs.replace(settings, **{k: getattr(of, k) for k in DEGREES})
+
+    progress(f"starting {config.hosts.count} host{'s' * (config.hosts.count > 1)} of mesh {config.name}")
+    fleet = await Fleet.start(config, run_dir)
+    live = Mesh(config, fleet, folder, chat)
+    waiting = {r for r in roles} | ({"reference"} if reference else set())
+
+    async def bring(role: str, work: Awaitable[Any]) -> Any:
+        result = await work
+        waiting.discard(role)
+        progress(f"waiting for {', '.join(sorted(waiting))}" if waiting else "")
+        return result
+
+    async def policies() -> None:
+        from milkweed.training import Trainer
+
+        if "trainer" in roles:
+            live.trainer = await bring("trainer", Trainer.start(fleet, folder, degrees(config.trainer), run_dir=run_dir))
+        if reference:
+            start = Trainer.start(fleet, folder, degrees(config.reference_degrees), role="reference", optimise=False)
+            live.reference = await bring("reference", start)
+
+    async def engines() -> None:
+        from milkweed.rollout import Router
+
+        live.rollout = await bring("rollout", Router.start(fleet, folder))
+        if "trainer" in roles:
+            from milkweed.transfer.puller import PullerActor
+
+            spawns = (fleet.spawn("puller", h.index, PullerActor, fleet.token, f"puller{h.index}", host=h.index) for h in fleet.hosts)
+            live.pullers = list(await asyncio.gather(*spawns))
+
+    async def rewards() -> None:
+        from milkweed.environments import Scorer
+
+        live.reward = await bring("reward", Scorer.start(fleet))
+
+    try:
+        progress(f"waiting for {', '.join(sorted(waiting))}")
+        async with asyncio.TaskGroup() as starting:
+            starting.create_task(policies())
+            if "rollout" in roles:
+                starting.create_task(engines())
+            if "reward" in roles:
+                starting.create_task(rewards())
+    except BaseException as error:
+        await whole(live.down())
+        raise (first_leaf(error) if isinstance(error, BaseExceptionGroup) else error) from None
+    return live
+
+
 class Mesh:
     """What `up` returns. `trainer`, `rollout`, `reward`, `reference` are None where the mesh has no such role."""
 
-    def __init__(self, config: MeshConfig, fleet: Fleet, model: Path) -> None:
-        self.config, self.fleet, self.model = config, fleet, model
+    def __init__(self, config: MeshConfig, fleet: Fleet, model: Path, chat: Chat) -> None:
+        self.config, self.fleet, self.model, self.chat = config, fleet, model, chat
         self.trainer: Trainer | None = None
         self.reference: Trainer | None = None
         self.rollout: Router | None = None
         self.reward: Scorer | None = None
-        self.chat: Chat | None = None
         self.pullers: list[Replica] = []
         self.update_deadline_s = 120.0
 

@@ -19,8 +19,8 @@ from milkweed.observe.metrics import MetricsLog, read_metrics
 from milkweed.observe.samples import SampleLog
 from milkweed.observe.view import View, duration
 from milkweed.runs.config import RunConfig
-from milkweed.runs.directory import RunDirectory, default_directory
-from milkweed.runs.mesh import Mesh, up, whole
+from milkweed.runs.directory import INVOCATION, RunDirectory, default_directory
+from milkweed.runs.mesh import ROLES, Mesh, up, whole
 from milkweed.runs.sampling import drops, sample_groups
 from milkweed.types import Batch, Environment, Group, Loss, Prompt, Sampling
 
@@ -66,7 +66,6 @@ class Run:
 
     def render(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """`prompts` with `token_ids` filled by the model's chat template."""
-        assert self.mesh.chat is not None
         return self.mesh.chat.render(prompts)
 
     async def steps(self) -> AsyncIterator[int]:
@@ -146,7 +145,7 @@ class Run:
         row = {
             **state.get("row", {}),
             "version": str(self.mesh.version),
-            "tokens_per_s": state["tokens"] / took if state.get("tokens") and took else 0.0,
+            **({"tokens_per_s": state["tokens"] / took} if state.get("tokens") and took else {}),
             "time": {"step": round(took, 4), **times},
         }
         if update:
@@ -156,6 +155,17 @@ class Run:
             self._samples.log(self.step, state["groups"])
         self.view.update(self.step, row)
         return row
+
+    def note(self, **numbers: float) -> None:
+        """Writes further numbers of the current step into the metrics, and says them."""
+        self._metrics.log(self.step, numbers)
+        self.view.say(f"step {self.step}: " + ", ".join(f"{k.replace('_', ' ')} {v:.4f}" for k, v in numbers.items()))
+
+    def scorer(self, reward: Callable[..., Any], **options: Any) -> Any:
+        """`reward(prompt, completion)` run by the reward workers, away from the controller and under a deadline."""
+        if self.mesh.reward is None:
+            raise ConfigError("scoring needs the role reward in the mesh")
+        return self.mesh.reward.using(reward, **options)
 
     async def evaluate(self, env: Environment, prompts: Sequence[Prompt], *, n: int = 1, sampling: Sampling | None = None) -> float:
         """Mean reward of `n` trajectories of each held-out prompt under the current weights; nothing of it is trained.
@@ -241,17 +251,24 @@ def _fractions(names: Sequence[str]) -> dict[str, float]:
 
 
 @asynccontextmanager
-async def start(config: RunConfig, *, model: str | Path, recipe: str = "", view: View | None = None, roles: Sequence[str] = (), reference: bool = False) -> AsyncIterator[Run]:
+async def start(
+    config: RunConfig,
+    *,
+    model: str | Path,
+    roles: Sequence[str] = ROLES,
+    reference: bool = False,
+    view: View | None = None,
+) -> AsyncIterator[Run]:
     """Open the run directory, bring the mesh up, resume if there is something to resume, and take all down at the end.
 
     `config.run_dir` names the directory (default: a new one under `runs/`). Raises RunLocked where another controller
     holds it, ConfigError for a configuration that is wrong or not the one the run began with.
     """
-    recipe = recipe or config.recipe or "notebook"
+    recipe, arguments = INVOCATION.get()
     directory = RunDirectory(
         config.run_dir or default_directory(recipe),
         recipe=recipe,
-        arguments=list(config.arguments),
+        arguments=arguments,
         config=msgspec.to_builtins(config) | {"model": str(Path(model).absolute())},
         allow_changes=config.allow_changes,
     )
@@ -259,7 +276,15 @@ async def start(config: RunConfig, *, model: str | Path, recipe: str = "", view:
     try:
         with view:
             view.say(f"run directory {directory.path}")
-            mesh = await up(config.mesh, model=model, trainer=config.trainer, run_dir=directory.path, roles=roles, reference=reference, seed=config.seed, progress=view.status)
+            mesh = await up(
+                config.mesh,
+                model=model,
+                trainer=config.trainer,
+                run_dir=directory.path,
+                roles=roles,
+                reference=reference,
+                progress=view.status,
+            )
             try:
                 run = Run(config, directory, mesh, view)
                 await run._open()

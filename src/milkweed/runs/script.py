@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
-import msgspec
-
 from milkweed import config as configuration
 from milkweed.errors import MilkweedError
+from milkweed.runs.directory import INVOCATION
 
 C = TypeVar("C")
 T = TypeVar("T")
@@ -25,8 +25,7 @@ def main(recipe: Callable[[C], Awaitable[Any]], config: type[C], argv: Sequence[
     except MilkweedError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    if hasattr(settings, "recipe"):
-        settings = msgspec.structs.replace(settings, recipe=sys.argv[0], arguments=tuple(arguments))
+    INVOCATION.set((os.path.abspath(sys.argv[0]), arguments))
     try:
         asyncio.run(_as_coroutine(recipe(settings)))
     except KeyboardInterrupt:

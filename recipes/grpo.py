@@ -1,0 +1,53 @@
+"""GRPO: a small Qwen3 learns to add two-digit numbers. Run: ./tools/run recipes/grpo.py [--help]"""
+
+import sft
+
+import milkweed as mw
+
+
+class Config(mw.RunConfig, kw_only=True):
+    """GRPO on two-digit sums: sample, score, compute advantages, train, publish."""
+
+    model: str = ""
+    """Model folder; empty starts from a small Qwen3 that recipes/sft.py warms up (made once, kept under models/)."""
+    steps: int = 200
+    prompts: int = 32
+    """Prompts a step."""
+    samples: int = 8
+    """Completions of each prompt."""
+    eval_prompts: int = 256
+    """Held-out prompts an evaluation."""
+    clip: float = 0.2
+    """How far a token's ratio may move, either way."""
+    kl: float = 0.0
+    """Weight of the KL to the model it started from; above 0 a reference is kept in memory."""
+    sampling: mw.Sampling = mw.Sampling(max_tokens=6)
+    trainer: mw.TrainerConfig = mw.TrainerConfig(lr=5e-4, warmup_steps=5, seq_len=256, micro_rows=64)
+
+
+def reward(prompt: mw.Prompt, completion: str) -> float:
+    """1 for the right sum, nothing otherwise."""
+    return mw.verifiers.exact(completion, prompt.answer)
+
+
+async def main(cfg: Config) -> None:
+    train_set, held_out = sft.sums()
+    model = cfg.model or await sft.warm_model(cfg.seed)
+    async with mw.start(cfg, model=model, reference=cfg.kl > 0) as run:
+        solve = mw.single_turn(run.scorer(reward))  # an environment: sample once, then score
+        loss = mw.algorithms.grpo_loss(clip=cfg.clip, kl=cfg.kl)
+        prompts, exam = run.stream(train_set), run.render(held_out[: cfg.eval_prompts])
+        await run.evaluate(solve, exam)
+        async for step in run.steps():
+            groups = await run.sample(solve, prompts.take(cfg.prompts), n=cfg.samples)
+            batch = mw.batch(groups, mw.algorithms.grpo)
+            if cfg.kl > 0:
+                batch.extra["reference_logprobs"] = await run.mesh.reference.logprobs(batch)
+            await run.train(batch, loss)
+            await run.publish()
+            if step % cfg.eval_every == 0:
+                await run.evaluate(solve, exam)
+
+
+if __name__ == "__main__":
+    mw.main(main, Config)
