@@ -1,0 +1,35 @@
+"""The reward role's actor: a scoring pool behind three endpoints. All its work is in `children.py`."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from monarch.actor import Actor, concurrent_endpoint
+
+from milkweed.environments.children import Item, Limits, Outcome, ScoringPool
+
+
+class RewardActor(Actor):
+    """`children` processes that run reward functions. Endpoints overlap: a long poll does not hold up a submit."""
+
+    def __init__(self, children: int = 2, limits: Limits | None = None) -> None:
+        self._pool = ScoringPool(children, limits)
+
+    @concurrent_endpoint
+    async def submit(self, items: list[Item], functions: dict[str, bytes], cancel: list[int]) -> None:
+        """Queue items. See `ScoringPool.submit`."""
+        self._pool.submit(items, functions, cancel)
+
+    @concurrent_endpoint
+    async def collect_stats(self, max_wait_s: float) -> tuple[list[Outcome], dict[str, float]]:
+        """Outcomes so far, after at most `max_wait_s`, and the pool's `stats`."""
+        return await asyncio.to_thread(self._pool.collect_stats, max_wait_s)
+
+    @concurrent_endpoint
+    async def close(self) -> None:
+        """End every child."""
+        await asyncio.to_thread(self._pool.close)
+
+    def __cleanup__(self, exc: Any) -> None:
+        self._pool.close()
