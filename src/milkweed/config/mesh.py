@@ -26,10 +26,22 @@ class Place(msgspec.Struct, frozen=True):
     """CPU threads of each of its processes."""
     cpu: bool = True
 
-    def environment(self) -> dict[str, str]:
-        """What its processes must find in the environment when they start."""
+    def environment(self, visible: str | None = None) -> dict[str, str]:
+        """What its processes must find in the environment when they start. `visible` is the controller's own
+        CUDA_VISIBLE_DEVICES: GPU numbers then count within it. Raises ConfigError where it holds too few."""
         env = {"OMP_NUM_THREADS": str(self.threads)}
-        return env if self.cpu else env | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self.gpus))}
+        if self.cpu:
+            return env
+        names = [str(g) for g in self.gpus]
+        if visible is not None:
+            have = [v.strip() for v in visible.split(",") if v.strip()]
+            if self.gpus and max(self.gpus) >= len(have):
+                raise ConfigError(
+                    f"the mesh puts a replica on GPU {max(self.gpus)}, but CUDA_VISIBLE_DEVICES={visible!r} holds {len(have)}: "
+                    "unset it or lower hosts.gpus"
+                )
+            names = [have[g] for g in self.gpus]
+        return env | {"CUDA_VISIBLE_DEVICES": ",".join(names)}
 
 
 class HostsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -7,7 +7,6 @@ import os
 import secrets
 import shutil
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -34,7 +33,7 @@ class Fleet:
     def __init__(self, mesh: MeshConfig, run_dir: Path | None) -> None:
         self.mesh, self.run_dir = mesh, run_dir
         self.token = secrets.token_hex(4)
-        self.tmp = Path(tempfile.gettempdir()) / f"{processes.FOLDER_PREFIX}{self.token}"
+        self.tmp = processes.base() / f"{processes.FOLDER_PREFIX}{self.token}"
         self.logs = self.tmp / "logs" if run_dir is None else Path(run_dir).resolve() / "logs"
         self.hosts: list[Host] = []
         self.replicas: list[Replica] = []
@@ -57,7 +56,7 @@ class Fleet:
         processes.note(fleet.tmp / "owner.json", processes.me())
         try:
             fleet.logs.mkdir(parents=True, exist_ok=True)
-            monarch_compat.install_fault_hook(fleet.heard)
+            monarch_compat.hear_faults(fleet.heard)
             monarch_compat.open_context(fleet.tmp)
             for index in range(mesh.hosts.count):
                 host = Host(index, fleet.tmp, fleet.token, fleet.logs / f"host{index}.log")
@@ -104,7 +103,7 @@ class Fleet:
         self._by_uid[uid] = replica
         end = time.monotonic() + deadline_s
         try:
-            await self._bring_up(replica, actor_class, args, procs, place.environment() | (env or {}), distributed, end)
+            await self._bring_up(replica, actor_class, args, procs, place.environment(os.environ.get("CUDA_VISIBLE_DEVICES")) | (env or {}), distributed, end)
         except FleetError as error:
             await replica.stop()
             lines = f"\n{replica.last_lines()}" if isinstance(error, DeadlineExceeded) else ""
@@ -151,6 +150,7 @@ class Fleet:
         await asyncio.gather(*(asyncio.to_thread(h.stop) for h in self.hosts))
         self._by_uid.clear()
         self.replicas.clear()
+        monarch_compat.hear_faults(self.heard, on=False)
         shutil.rmtree(self.tmp, ignore_errors=True)
 
     async def __aenter__(self) -> Fleet:
@@ -187,11 +187,11 @@ class Fleet:
         if replica in self.replicas:
             self.replicas.remove(replica)
 
-    def _process_gone(self, uid: str, pid: int) -> None:
+    def _process_gone(self, uid: str, pid: int, how: str) -> None:
         replica = self._by_uid.get(uid)
         if replica is not None:
             rank = replica.pids.index(pid)
-            replica.fail(replica.died(f"process {pid} (rank {rank}) ended"))
+            replica.fail(replica.died(f"process {pid} (rank {rank}) ended {how}".rstrip()))
 
     def _host_gone(self, host: Host, why: str) -> None:
         self.heard(why)

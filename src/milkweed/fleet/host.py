@@ -30,7 +30,7 @@ class Host:
         self.name = f"host{index}"
         self.mesh: Any = None
         self.lost: str | None = None
-        self.on_exit: Callable[[str, int], None] = lambda name, pid: None
+        self.on_exit: Callable[[str, int, str], None] = lambda name, pid, how: None
         self.on_lost: Callable[[Host, str], None] = lambda host, why: None
         self.stopping = False
         self._ended = threading.Event()
@@ -119,11 +119,11 @@ class Host:
         for line in self._keeper.stdout:
             event = json.loads(line)
             if "exit" in event:
-                self.on_exit(event["exit"], event["pid"])
+                self.on_exit(event["exit"], event["pid"], event["how"])
             elif "killed" in event:
                 self._killed.setdefault(event["killed"], threading.Event()).set()
             elif "host_exit" in event:
-                self._lose("its worker process died")
+                self._lose(f"its worker process ended {event['host_exit']}".rstrip())
             elif "bye" in event:
                 bye = True
         if not bye:

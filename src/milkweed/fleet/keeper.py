@@ -5,8 +5,8 @@ Run by path as `keeper.py FOLDER TOKEN HOST CONTROLLER_PID CONTROLLER_STARTED CO
 It is a subreaper: what loses its parent becomes its child. It holds a lease, the pipe on its standard input, and
 watches the controller's process as well (a fork of the controller may hold the pipe open). When either ends, or it is told to stop,
 it kills all descendants, removes what they left in /dev/shm and the folder, and exits. Lines of JSON come in
-(`{"watch": name, "pids": []}`, `{"kill": name}`, `{"stop": true}`) and go out (`{"up": pid}`, `{"exit": name, "pid": n}`,
-`{"killed": name, "count": n}`, `{"host_exit": status}`, `{"bye": true}`).
+(`{"watch": name, "pids": []}`, `{"kill": name}`, `{"stop": true}`) and go out (`{"up": pid}`, `{"exit": name, "pid": n, "how": words}`,
+`{"killed": name, "count": n}`, `{"host_exit": how}`, `{"bye": true}`).
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Keeper:
             p = processes.read(pid)
             fd = -1 if p is None else self.open(pid, p.started)
             if fd == -1:
-                self.say(exit=name, pid=pid)
+                self.say(exit=name, pid=pid, how="")
             else:
                 self.watched[fd] = (name, pid)
 
@@ -129,7 +129,7 @@ class Keeper:
         name, pid = self.watched.pop(fd)
         self.poll.unregister(fd)
         os.close(fd)
-        self.say(exit=name, pid=pid)
+        self.say(exit=name, pid=pid, how=processes.ending(pid))
 
     def look(self) -> None:
         members = self.family.look()
@@ -140,10 +140,10 @@ class Keeper:
 
     def collect(self) -> None:
         """Reap the dead. The worker's end is the host's end; orphans of replicas come here too."""
-        for pid in processes.reap():
-            if pid == self.worker.pid:
-                self.say(host_exit=pid)
-                self.ended = True
+        how = processes.ending(self.worker.pid)
+        if self.worker.pid in processes.reap():
+            self.say(host_exit=how)
+            self.ended = True
 
     def destroy(self, owner: str | None) -> int:
         """Kill all that belongs to one replica, or everything (None), and what is forked meanwhile."""

@@ -17,6 +17,7 @@ from milkweed.errors import ConfigError
 
 MONARCH_VERSION = "0.7.0"
 READY = "milkweed_ready"
+_HEARERS: list[Callable[[str], None]] = []
 
 ENVIRONMENT = {
     "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "1s",
@@ -61,7 +62,7 @@ __all__ = [
     "check_version",
     "concurrent_endpoint",
     "endpoint",
-    "install_fault_hook",
+    "hear_faults",
     "open_context",
     "ready",
     "replica_command",
@@ -80,9 +81,14 @@ def check_version() -> None:
         )
 
 
-def install_fault_hook(heard: Callable[[str], None]) -> None:
-    """Hand reports of faults that nobody caught to `heard`. Monarch's own hook ends the controller."""
-    monarch.actor.unhandled_fault_hook = lambda failure: heard(failure.report())
+def hear_faults(heard: Callable[[str], None], on: bool = True) -> None:
+    """Hand reports of faults that nobody caught to `heard`, or no longer. Monarch's own hook ends the controller; once
+    this was called it is never back: late reports of a stopped fleet are dropped."""
+    if on:
+        _HEARERS.append(heard)
+        monarch.actor.unhandled_fault_hook = lambda failure: [hear(failure.report()) for hear in list(_HEARERS)]
+    elif heard in _HEARERS:
+        _HEARERS.remove(heard)
 
 
 def open_context(folder: os.PathLike[str]) -> None:

@@ -46,6 +46,28 @@ def read(pid: int) -> Process | None:
     return Process(pid, int(fields[1]), int(fields[19]), fields[0])
 
 
+def ending(pid: int) -> str:
+    """How a process ended, in words, if it can still be read (until its parent has collected it); else empty."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    fields = text[text.rindex(")") + 2 :].split()
+    if fields[0] not in "ZX":
+        return ""
+    status = int(fields[49])
+    if not os.WIFSIGNALED(status):
+        return f"with status {os.WEXITSTATUS(status)}"
+    name = signal.Signals(os.WTERMSIG(status)).name
+    return f"by {name}" + (" (out of memory? see the kernel's log)" if name == "SIGKILL" else "")
+
+
+def base() -> Path:
+    """Where runs keep their temporary folders; short, for sockets in it may have names of 108 bytes at most."""
+    folder = Path(tempfile.gettempdir())
+    return folder if len(str(folder)) <= 60 else Path("/tmp")
+
+
 def everyone() -> dict[int, Process]:
     """Every process on this machine, zombies left out."""
     found = (read(int(name)) for name in os.listdir("/proc") if name.isdigit())
@@ -190,10 +212,10 @@ def leave(folder: Path, token: str, host: str) -> bool:
         os.close(lock)
 
 
-def sweep_dead_runs(base: Path | None = None) -> int:
+def sweep_dead_runs() -> int:
     """Clean up after every former run on this machine whose controller and keepers are gone. Returns how many runs."""
     swept = 0
-    for folder in _folders(base or Path(tempfile.gettempdir())):
+    for folder in _folders(base()):
         try:
             owner = json.loads((folder / "owner.json").read_text())
         except FileNotFoundError:
@@ -221,8 +243,8 @@ def me() -> dict[str, int]:
     return {"pid": p.pid, "started": p.started}
 
 
-def _folders(base: Path) -> Iterator[Path]:
-    for folder in base.glob(f"{FOLDER_PREFIX}*"):
+def _folders(where: Path) -> Iterator[Path]:
+    for folder in where.glob(f"{FOLDER_PREFIX}*"):
         with contextlib.suppress(FileNotFoundError):
             if folder.is_dir() and folder.stat().st_uid == os.getuid():
                 yield folder

@@ -47,17 +47,16 @@ class Replica:
         Raises PeerDied, DeadlineExceeded (the call may still be running there: nothing remote is ever cancelled) or
         RemoteError (its `__cause__` is the remote exception).
         """
-        self._check()
-        answer = getattr(self.actors, endpoint).call(*args, **kwargs)
-        values = await self.settle(answer.as_asyncio(), endpoint, deadline_s)
+        answer = self._send(self.actors, "call", endpoint, args, kwargs)
+        values = await self.settle(answer, endpoint, deadline_s)
         return [value for _, value in values.items()]
 
     async def call_one(self, endpoint: str, *args: Any, deadline_s: float, rank: int = 0, **kwargs: Any) -> Any:
         """Call `endpoint` on one rank; its answer. Raises as `call`."""
         self._check()
         mesh = self.actors if len(self.pids) == 1 else self.actors.slice(hosts=0, procs=rank)
-        answer = getattr(mesh, endpoint).call_one(*args, **kwargs)
-        return await self.settle(answer.as_asyncio(), endpoint, deadline_s)
+        answer = self._send(mesh, "call_one", endpoint, args, kwargs)
+        return await self.settle(answer, endpoint, deadline_s)
 
     def on_failure(self, callback: Callable[[Replica], None]) -> None:
         """Call `callback(replica)` once, on this event loop, when the replica fails (at once if it has)."""
@@ -123,14 +122,25 @@ class Replica:
             self.name, "hung", f"{what} gave no answer within {deadline_s:g} s; it may be stopped, stuck or slow; see {self.log}"
         )
 
+    def _send(
+        self, mesh: Any, how: str, endpoint: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> asyncio.Future[Any]:
+        self._check()
+        try:
+            return getattr(getattr(mesh, endpoint), how)(*args, **kwargs).as_asyncio()
+        except SupervisionError as error:
+            raise self._dead(error) from error
+
+    def _dead(self, error: SupervisionError) -> FleetError:
+        self.fail(self.died(str(error).strip()))
+        return self.failure or PeerDied(self.name, "died", str(error))
+
     def _outcome(self, answer: asyncio.Future[Any], what: str) -> Any:
         error = answer.exception()
         if error is None:
             return answer.result()
         if isinstance(error, SupervisionError):
-            self.fail(self.died(str(error).strip()))
-            assert self.failure is not None
-            raise self.failure from error
+            raise self._dead(error) from error
         if isinstance(error, ActorError):
             remote = error.exception
             cause = f"{what} raised {type(remote).__name__}: {remote}\n{own_frames(error.exception_formatted)}"

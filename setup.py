@@ -1,0 +1,25 @@
+"""Puts the mesh files and recipes, which live at the top of the repository, inside the package when a wheel is built.
+
+All else is in pyproject.toml. A checkout installed with `pip install -e` reads them where they are.
+"""
+
+import shutil
+from pathlib import Path
+
+from setuptools import setup
+from setuptools.command.build_py import build_py
+
+SHIPPED = ("meshes", "recipes")
+
+
+class BuildWithFiles(build_py):
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            for folder in SHIPPED:
+                target = Path(self.build_lib, "milkweed", folder)
+                shutil.rmtree(target, ignore_errors=True)
+                shutil.copytree(folder, target, ignore=shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints", "*.pyc"))
+
+
+setup(cmdclass={"build_py": BuildWithFiles})
