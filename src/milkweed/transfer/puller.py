@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 import xxhash
 from monarch.actor import Actor, concurrent_endpoint
@@ -157,6 +158,11 @@ class Puller:
     def release(self, holder: str, version: PolicyVersion | None = None) -> None:
         """End the holder's hold on `version`, or all its holds (None: it is dead)."""
         self._slots.release(holder, version)
+
+    def keep_only(self, served: dict[str, PolicyVersion]) -> None:
+        """Holders keep their hold on the version that `served` names for them; every other hold ends, also those of
+        holders that it does not name: they are gone."""
+        self._slots.keep_only(served)
 
     def status(self) -> dict[str, Any]:
         """Slots with versions and holders, the last pull's bytes, seconds of its parts and GB/s, failed sessions that are
@@ -328,8 +334,10 @@ class PullerActor(Actor):
 
     @concurrent_endpoint
     async def pull(self, manifest: Manifest, deadline_s: float, holders: Sequence[str] = ()) -> Staged:
+        began = time.perf_counter()
         try:
-            return await self._puller.pull(manifest, deadline_s, holders)
+            staged = await self._puller.pull(manifest, deadline_s, holders)
+            return msgspec.structs.replace(staged, seconds=time.perf_counter() - began)
         except asyncio.CancelledError as error:  # escaping an endpoint it would silently kill the actor
             raise TransferError(f"the pull of version {manifest.version} was cancelled") from error
 
@@ -340,6 +348,10 @@ class PullerActor(Actor):
     @concurrent_endpoint
     async def release(self, holder: str, version: PolicyVersion | None = None) -> None:
         self._puller.release(holder, version)
+
+    @concurrent_endpoint
+    async def keep_only(self, served: dict[str, PolicyVersion]) -> None:
+        self._puller.keep_only(served)
 
     @concurrent_endpoint
     async def status(self) -> dict[str, Any]:

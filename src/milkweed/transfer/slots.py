@@ -141,6 +141,14 @@ class Slots:
                     slot.holders.discard(holder)
             self._sweep()
 
+    def keep_only(self, served: dict[str, PolicyVersion]) -> None:
+        """End every hold but that of each holder on the version `served` names for it."""
+        with self._lock:
+            for slot in self._all():
+                version = slot.staged.version if slot.staged is not None else None
+                slot.holders = {h for h in slot.holders if version is not None and served.get(h) == version}
+            self._sweep()
+
     def retire(self) -> None:
         """Start a new file at the next claim: this one is too small. It is unlinked when nobody holds a slot of it and
         a newer version is staged."""
