@@ -30,19 +30,19 @@ def _settle(advantages: Tensor, g: Groups, single: Single, like: Tensor) -> Tens
     """Exact zeros for groups without signal, the rule for groups of one, 0 for entries left out, the caller's type."""
     if single not in ("zero", "raw", "refuse"):
         raise ValueError(f"single must be 'zero', 'raw' or 'refuse', not {single!r}")
-    alone = g.count == 1
+    alone = g.size == 1
     if bool(alone.any()):
         if single == "refuse":
-            raise ValueError(f"{int(alone.sum())} of {len(g.count)} groups have one member, so they have no baseline")
-        if single == "zero" and not bool((g.count > 1).any()):
+            raise ValueError(f"{int(alone.sum())} of {len(g.size)} groups have one member, so they have no baseline")
+        if single == "zero" and not bool((g.size > 1).any()):
             warnings.warn(
                 "every group has one member, so every advantage is 0: group ids must name the prompt, not the sample",
                 RuntimeWarning,
                 stacklevel=3,
             )
-    advantages = torch.where(g.constant[g.index], torch.zeros_like(advantages), advantages)
+    advantages = torch.where(g.constant[g.of], torch.zeros_like(advantages), advantages)
     if single == "raw":
-        advantages = torch.where(alone[g.index], g.rewards, advantages)
+        advantages = torch.where(alone[g.of], g.rewards, advantages)
     advantages = torch.where(g.valid, advantages, torch.zeros_like(advantages))
     return advantages.to(as_float(like).dtype)
 
@@ -72,7 +72,7 @@ def grpo(
     Raises ValueError for wrong shapes, unknown names, refused groups, or segments of a trajectory that disagree.
     """
     g = arrange(rewards, groups, valid, trajectories)
-    centred = g.rewards - g.mean[g.index]
+    centred = g.rewards - g.mean[g.of]
     if scale not in ("group", "batch"):
         raise ValueError(f"scale must be 'group' or 'batch', not {scale!r}")
     if std == "none":
@@ -83,9 +83,9 @@ def grpo(
     else:
         if std not in ("population", "unbiased"):
             raise ValueError(f"std must be 'population', 'unbiased' or 'none', not {std!r}")
-        squares = torch.zeros_like(g.mean).index_add(0, g.index, torch.where(g.use, centred.square(), 0.0))
-        below = (g.count - int(std == "unbiased")).clamp(min=1)
-        centred = centred / ((squares / below).sqrt() + epsilon)[g.index]
+        squares = torch.zeros_like(g.mean).index_add(0, g.of, torch.where(g.use, centred.square(), 0.0))
+        below = (g.size - int(std == "unbiased")).clamp(min=1)
+        centred = centred / ((squares / below).sqrt() + epsilon)[g.of]
     return _settle(centred, g, single, rewards)
 
 
@@ -120,12 +120,12 @@ def rloo(
     one) it says nothing about scale and the difference is left as it is. Raises as `grpo` does.
     """
     g = arrange(rewards, groups, valid, trajectories)
-    others = (g.count - 1).clamp(min=1)[g.index]
-    advantages = (g.rewards - g.mean[g.index]) * g.count[g.index] / others
+    others = (g.size - 1).clamp(min=1)[g.of]
+    advantages = (g.rewards - g.mean[g.of]) * g.size[g.of] / others
     if std != "none":
         scale = torch.ones_like(advantages)
-        for group in range(len(g.count)):
-            members = torch.nonzero((g.index == group) & g.use).flatten()
+        for group in range(len(g.size)):
+            members = torch.nonzero((g.of == group) & g.use).flatten()
             k = len(members)
             if k < 3:
                 continue
@@ -164,7 +164,7 @@ def maxrl(
     g = arrange(rewards, groups, valid, trajectories)
     if bool((g.rewards < 0).any()):
         raise ValueError("maxrl needs rewards of 0 or above (a pass rate), and one is negative")
-    mean = g.mean[g.index]
+    mean = g.mean[g.of]
     safe = torch.where(mean == 0, torch.ones_like(mean), mean)
     return _settle((g.rewards - mean) / safe, g, single, rewards)
 
@@ -185,7 +185,7 @@ def reinforce(
         return torch.where(g.valid, g.rewards, 0.0).to(as_float(rewards).dtype)
     if baseline != "batch":
         raise ValueError(f"baseline must be 'none' or 'batch', not {baseline!r}")
-    centred = torch.where(g.constant[g.index] | ~g.valid, 0.0, g.rewards - g.mean[g.index])
+    centred = torch.where(g.constant[g.of] | ~g.valid, 0.0, g.rewards - g.mean[g.of])
     return centred.to(as_float(rewards).dtype)
 
 

@@ -123,6 +123,6 @@ def require_full_support(samplings: Iterable[Sampling]) -> None:
         if not sampling.full_support:
             raise ValueError(
                 f"sample {i} was drawn with temperature {sampling.temperature}, top_p {sampling.top_p}, top_k "
-                f"{sampling.top_k}: its log-probs cannot be used in a ratio. Sample with temperature above 0, top_p=1 and "
-                "top_k=0, or train against the trainer's own old_logprobs without correction"
+                f"{sampling.top_k}: its log-probs cannot be used in a ratio. Sample with temperature above 0, top_p=1 "
+                "and top_k=0, or train against the trainer's own old_logprobs without correction"
             )

@@ -17,7 +17,7 @@ def has_signal(
     in `advantages`. Raises ValueError for wrong shapes.
     """
     g = arrange(raw_rewards, groups, valid, trajectories)
-    return (~g.constant & (g.count > 1))[g.index] & g.valid
+    return (~g.constant & (g.size > 1))[g.of] & g.valid
 
 
 def dynamic_sampling(
@@ -38,17 +38,17 @@ def dynamic_sampling(
     if low is not None and high is not None and not low < high:
         raise ValueError(f"dynamic sampling needs low < high, not {low} and {high}")
     g = arrange(raw_rewards, groups, valid, trajectories)
-    kept = ~g.constant & (g.count > 1)
+    kept = ~g.constant & (g.size > 1)
     if low is not None:
         kept = kept & ~(g.mean <= low)
     if high is not None:
         kept = kept & ~(g.mean >= high)
-    return kept[g.index] & g.valid
+    return kept[g.of] & g.valid
 
 
 def signal_fraction(raw_rewards: Tensor, groups: Tensor, *, valid: Tensor | None = None) -> float:
     """Share of groups (with any valid member) whose raw rewards differ: a metric of how much there is to learn."""
     g = arrange(raw_rewards, groups, valid, None)
-    counted = g.count > 0
+    counted = g.size > 0
     total = int(counted.sum())
-    return int((~g.constant & (g.count > 1) & counted).sum()) / total if total else 0.0
+    return int((~g.constant & (g.size > 1) & counted).sum()) / total if total else 0.0

@@ -38,10 +38,10 @@ class Groups(NamedTuple):
     """Rewards arranged by group, with the statistics of what counts."""
 
     rewards: Tensor  # float64 [n], 0 where not valid
-    index: Tensor  # [n], 0 .. groups-1
+    of: Tensor  # group of each entry, [n], 0 .. groups-1
     use: Tensor  # bool [n], entries that count in the statistics
     valid: Tensor
-    count: Tensor  # float64 [groups]
+    size: Tensor  # entries that count, float64 [groups]
     mean: Tensor  # float64 [groups]
     constant: Tensor  # bool [groups]
 
