@@ -14,7 +14,7 @@ from milkweed.transfer.publisher import Publisher
 
 
 def weights(seed: int) -> dict[str, torch.Tensor]:
-    """A made-up model of about 70 MB: matrices, odd sizes, vectors, a scalar, several dtypes. Equal in every process."""
+    """A made-up model of about 54 MB: matrices, odd sizes, vectors, a scalar, three dtypes; equal in all processes."""
     make = torch.Generator().manual_seed(seed)
     shapes = {"embed": (4099, 1024), "q": (1024, 2048), "up": (3000, 1024), "lm_head": (4099, 1024), "norm": (1023,)}
     tensors = {name: torch.randn(shape, generator=make) for name, shape in shapes.items()}

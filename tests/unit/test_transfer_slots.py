@@ -72,6 +72,15 @@ def test_releasing_a_dead_engine_ends_all_its_holds(slots):
     assert all(not line["holders"] for line in slots.status())
 
 
+def test_after_a_commit_engines_keep_only_what_they_serve(slots):
+    old, new = fill(slots, 1).version, fill(slots, 2).version
+    for engine in ("good", "failed", "dead"):
+        slots.hold(engine, old)
+        slots.hold(engine, new)
+    slots.keep_only({"good": new, "failed": old, "elsewhere": old})
+    assert slots.find(old).holders == {"failed"} and slots.find(new).holders == {"good"}
+
+
 def test_a_claim_alone_leaves_the_staged_version_whole(slots):
     fill(slots, 1)
     staged = fill(slots, 2)

@@ -18,9 +18,9 @@ from monarch.actor import Actor, concurrent_endpoint
 
 from milkweed.errors import TransferError
 from milkweed.transfer import layout
-from milkweed.transfer.arena import Arena
 from milkweed.transfer.manifest import Chunk, Manifest, RankManifest, Staged
-from milkweed.transfer.nixl import Agent, Read
+from milkweed.transfer.nixl import Read
+from milkweed.transfer.session import Session
 from milkweed.transfer.slots import Slot, Slots
 from milkweed.types import PolicyVersion
 
@@ -33,36 +33,6 @@ GRACE_S = 1.0
 """How long after its deadline a pull may take to notice; then its thread is abandoned."""
 QUARANTINE = 4
 """Failed sessions kept when they do not stop; with more, something is wrong that only a new process mends."""
-
-
-class _Session:
-    """An agent, the private buffer it reads into and the reads planned with them. Dropped whole after any failure: an
-    abandoned READ may still write into its buffer, which therefore is never used again."""
-
-    def __init__(self, name: str, nbytes: int) -> None:
-        self.arena = Arena(nbytes)
-        self.agent = Agent(name, progress=False)
-        self.agent.register(self.arena)
-        self.reads: dict[tuple, list[Read]] = {}
-
-    def plan(self, rank: RankManifest, at: int) -> list[Read]:
-        """A READ for each chunk of the rank's slot, into the buffer from `at` on; prepared once for each slot."""
-        self.agent.add_peer(rank.agent, rank.metadata)
-        pieces = tuple((c.offset, c.nbytes) for c in rank.chunks)
-        key = (rank.agent, rank.address, at, pieces)
-        if key not in self.reads:
-            self.reads[key] = self.agent.prepare_reads(self.arena.address + at, rank.agent, rank.address, pieces)
-        return self.reads[key]
-
-    def forget_others(self, agents: set[str]) -> None:
-        """Drop the peers that the current manifest does not name: earlier incarnations of its ranks."""
-        for gone in self.agent.peers - agents:
-            self.reads = {key: reads for key, reads in self.reads.items() if key[0] != gone}
-            self.agent.remove_peer(gone)
-
-    def close(self) -> None:
-        self.reads.clear()
-        self.agent.close()
 
 
 class _Attempt:
@@ -116,8 +86,8 @@ class Puller:
     def __init__(self, token: str, name: str = "puller") -> None:
         self.name = name
         self._slots = Slots(f"mw-{token}-{name}")
-        self._session: _Session | None = None
-        self._quarantine: list[_Session] = []
+        self._session: Session | None = None
+        self._quarantine: list[Session] = []
         self._unfinished: asyncio.Future[Staged] | None = None
         self._turn = asyncio.Lock()
         self._last: dict[str, float] = {}
@@ -165,8 +135,8 @@ class Puller:
         self._slots.keep_only(served)
 
     def status(self) -> dict[str, Any]:
-        """Slots with versions and holders, the last pull's bytes, seconds of its parts and GB/s, failed sessions that are
-        not stopped yet."""
+        """Slots with versions and holders, the last pull's bytes, seconds of its parts and GB/s, and how many failed
+        sessions are not stopped yet."""
         return {"slots": self._slots.status(), "last": dict(self._last), "quarantined": len(self._quarantine)}
 
     def close(self) -> None:
@@ -259,7 +229,7 @@ class Puller:
         }  # fmt: skip
         return staged
 
-    def _open_session(self, nbytes: int) -> _Session:
+    def _open_session(self, nbytes: int) -> Session:
         if self._session is not None and self._session.arena.nbytes < nbytes:
             self._drop_session(self._session)
         if self._session is None:
@@ -267,10 +237,10 @@ class Puller:
                 raise TransferError(
                     f"{self.name}: {len(self._quarantine)} failed NIXL sessions did not stop; start another puller"
                 )
-            self._session = _Session(self.name, nbytes)
+            self._session = Session(self.name, nbytes)
         return self._session
 
-    def _read(self, attempt: _Attempt, session: _Session, starts: list[int]) -> None:
+    def _read(self, attempt: _Attempt, session: Session, starts: list[int]) -> None:
         """Read every chunk of every rank, `WINDOW` posted at a time, verifying in a second thread what has arrived."""
         ranks = attempt.manifest.ranks
         session.forget_others({r.agent for r in ranks})
@@ -308,19 +278,19 @@ class Puller:
                         "while it was read (a lease ended too soon) or they were altered on the way"
                     )
 
-    def _fail_session(self, attempt: _Attempt, session: _Session) -> None:
+    def _fail_session(self, attempt: _Attempt, session: Session) -> None:
         with attempt.lock:
             if not attempt.given_up:
                 self._drop_session(session)
                 return
         self._bury(session)  # in quarantine already; this thread has come back, so it can be stopped
 
-    def _drop_session(self, session: _Session) -> None:
+    def _drop_session(self, session: Session) -> None:
         self._session = None
         self._quarantine.append(session)
         threading.Thread(target=self._bury, args=(session,), name=f"{self.name}-quarantine", daemon=True).start()
 
-    def _bury(self, session: _Session) -> None:
+    def _bury(self, session: Session) -> None:
         """Stop the session's agent; its buffer is freed only once that has returned."""
         session.close()
         self._quarantine.remove(session)
