@@ -47,15 +47,15 @@ def fit_columns(batch: Batch, multiple: int) -> Batch:
 
 
 def micro_batches(
-    batch: Batch, *, rank: int, ranks: int, micro_rows: int, multiple: int
+    batch: Batch, *, rank: int, ranks: int, micro_rows: int, multiple: int, row_multiple: int = 1
 ) -> Iterator[tuple[list[int], Batch]]:
     """This rank's micro-batches, each with the indices of its real rows. Every rank gets equally many, of equally many
-    rows, some of them empty."""
+    rows, some of them empty; lengths are a multiple of `multiple`, numbers of rows one of `row_multiple`."""
     mine = rows_of(rank, ranks, batch.rows)
     each = math.ceil(batch.rows / ranks)
     for start in range(0, each, micro_rows):
         index = mine[start : start + micro_rows]
-        size = min(micro_rows, each - start)
+        size = math.ceil(min(micro_rows, each - start) / row_multiple) * row_multiple
         yield index, fit_columns(pad_rows(batch.select(index), size), multiple)
 
 

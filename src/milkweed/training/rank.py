@@ -46,9 +46,9 @@ class TrainerRank:
         check_weights(model, self.architecture)
         self.parallel = titan.build(self.architecture, config, run_dir or "")
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        titan.load_hf(self.parallel, self.folder)
         # taken while the parameters are sharded: after a forward pass the modules may show gathered ones instead
-        self.parameters = titan.hf_names(self.parallel)
+        self.parameters = titan.parameters(self.parallel)
+        shards.load(self.parameters, self.folder)
         self.version = PolicyVersion()
         self.peak_lr = config.lr
         self.busy_s = 0.0
@@ -78,6 +78,8 @@ class TrainerRank:
             ranks=self.parallel.batch_size,
             micro_rows=self.config.micro_rows,
             multiple=self._multiple(),
+            # DTensor cuts the router's gradient over rows, and only evenly
+            row_multiple=self.config.tensor_parallel if self.architecture.experts is not None else 1,
         )
 
     def _multiple(self) -> int:
@@ -242,7 +244,7 @@ class TrainerRank:
     def hf_shards(self) -> list[shards.Piece]:
         """This rank's pieces of the model under Hugging Face names; every slice is in one rank's list only."""
         if self._pieces is None:
-            self._pieces = shards.plan(self.parameters, self.parallel.adapter.from_hf_map)
+            self._pieces = shards.plan(self.parameters)
         return self._pieces
 
     def publish(self, readers: Sequence[str], *, dtype: str | None = None, ttl_s: float = 60.0) -> RankManifest | None:
@@ -264,7 +266,7 @@ class TrainerRank:
             self._publisher.release(reader, version)
 
     def _whole(self):
-        return shards.full_tensors(self.parameters, self.parallel.adapter.from_hf_map)
+        return shards.full_tensors(self.parameters)
 
     def export(self, folder: str, *, dtype: str = "float32") -> int:
         """Write a Hugging Face folder with this version's weights; whole or not there. Returns its weights' bytes."""

@@ -1,6 +1,6 @@
 """Which slices of which Hugging Face tensors a trainer rank holds and publishes: computed once, cheap every step.
 
-With q, k and v kept apart and rotate-half rotary embeddings (see `titan`) a rank's part of a parameter is a plain slice
+With q, k and v kept apart and rotate-half rotary embeddings (see `titan_model`) a rank's part of a parameter is a plain slice
 of its Hugging Face tensor; a mixture's experts, stored as one tensor, are one slice an expert. Where ranks hold copies
 of the same slice, one of them publishes it, chosen in turn so that the work spreads.
 """
@@ -10,9 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+
+from milkweed.training.model import weight_files
+from milkweed.training.titan_model import HF_NAMES
 
 
 @dataclass(frozen=True)
@@ -38,29 +42,28 @@ def local_part(parameter: torch.Tensor) -> torch.Tensor:
     return local.detach()
 
 
-def hf_template(from_hf: dict[str, str | None], titan_name: str) -> tuple[str, str]:
-    """The Hugging Face name of TorchTitan's `titan_name` and its layer; experts keep one `{}` for their number.
+def hf_template(titan_name: str) -> str:
+    """The Hugging Face name of TorchTitan's `titan_name`; a stacked experts' keeps one `{}` for the expert's number.
 
-    Raises KeyError where the adapter has no name for it.
+    Raises KeyError where there is none.
     """
     layer = re.search(r"\d+", titan_name)
-    abstract = titan_name if layer is None else titan_name[: layer.start()] + "{}" + titan_name[layer.end() :]
-    for hf, titan in from_hf.items():
-        if titan == abstract:
-            number = layer.group(0) if layer else ""
-            return hf.replace("{}", number, 1), number
-    raise KeyError(titan_name)
+    if layer is None:
+        return HF_NAMES[titan_name]
+    return HF_NAMES[titan_name.replace(layer.group(0), "{}", 1)].replace("{}", layer.group(0), 1)
 
 
-def plan(parameters: dict[str, torch.nn.Parameter], from_hf: dict[str, str | None]) -> list[Piece]:
-    """This rank's pieces, each slice of the model being in exactly one rank's plan. `parameters` by TorchTitan name, a
-    tied head absent; the same order on every rank."""
+def plan(parameters: dict[str, torch.nn.Parameter], *, copies: bool = False) -> list[Piece]:
+    """This rank's pieces, each slice of the model being in exactly one rank's plan; with `copies`, all that it holds.
+
+    `parameters` by TorchTitan name, a tied head absent; the same order on every rank.
+    """
     out = []
     for index, (titan_name, parameter) in enumerate(parameters.items()):
-        name, _ = hf_template(from_hf, titan_name)
+        name = hf_template(titan_name)
         shape, offsets, publishes = _place(parameter, index)
         local_shape = local_part(parameter).shape
-        if not publishes or 0 in local_shape:
+        if not (publishes or copies) or 0 in local_shape:
             continue
         if "{}" not in name:
             out.append(Piece(name, parameter, shape, offsets, None))
@@ -68,6 +71,27 @@ def plan(parameters: dict[str, torch.nn.Parameter], from_hf: dict[str, str | Non
         for i in range(local_shape[0]):
             out.append(Piece(name.format(offsets[0] + i), parameter, shape[1:], offsets[1:], i))
     return out
+
+
+@torch.no_grad()
+def load(parameters: dict[str, torch.nn.Parameter], folder: str | Path) -> None:
+    """Fill this rank's part of every parameter from the folder's safetensors, reading its slices only.
+
+    The folder has passed `model.check_weights`.
+    """
+    from safetensors import safe_open
+
+    files = weight_files(folder)
+    by_file: dict[str, list[Piece]] = {}
+    for piece in plan(parameters, copies=True):
+        by_file.setdefault(files[piece.name].file, []).append(piece)
+    for file, pieces in by_file.items():
+        with safe_open(Path(folder) / file, framework="pt") as weights:
+            for piece in pieces:
+                target = local_part(piece.parameter)
+                target = target if piece.expert is None else target[piece.expert]
+                at = tuple(slice(o, o + n) for o, n in zip(piece.offsets, target.shape))
+                target.copy_(weights.get_slice(piece.name)[at])
 
 
 def _place(parameter: torch.Tensor, index: int) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
@@ -89,12 +113,10 @@ def _place(parameter: torch.Tensor, index: int) -> tuple[tuple[int, ...], tuple[
     return shape, tuple(offsets), publishes
 
 
-def full_tensors(
-    parameters: dict[str, torch.nn.Parameter], from_hf: dict[str, str | None]
-) -> Iterator[tuple[str, torch.Tensor]]:
+def full_tensors(parameters: dict[str, torch.nn.Parameter]) -> Iterator[tuple[str, torch.Tensor]]:
     """Every Hugging Face tensor whole, one parameter in memory at a time. All ranks must iterate together."""
     for titan_name, parameter in parameters.items():
-        name, _ = hf_template(from_hf, titan_name)
+        name = hf_template(titan_name)
         whole = parameter.detach()
         whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole
         if "{}" not in name:

@@ -56,7 +56,6 @@ class Parallel:
 
     model: torch.nn.Module
     dims: ParallelDims
-    adapter: Any
     context: Any
     batch_rank: int
     batch_size: int
@@ -135,8 +134,7 @@ def build(architecture: Architecture, config: TrainerConfig, folder: str) -> Par
         return (mesh.get_local_rank(), mesh.size()) if mesh is not None else (0, 1)
 
     (b, bs), (c, cs), (t, ts) = place("batch"), place("cp"), place("tp")
-    adapter = spec.state_dict_adapter(spec.model, None)
-    return Parallel(model, dims, adapter, context, b, bs, c, cs, t, ts)
+    return Parallel(model, dims, context, b, bs, c, cs, t, ts)
 
 
 def attention_inputs(parallel: Parallel, batch: Batch, cut: slice) -> tuple[Any, torch.Tensor, torch.Tensor]:
@@ -178,17 +176,7 @@ def reshard(model: torch.nn.Module) -> None:
             module.reshard()
 
 
-def load_hf(parallel: Parallel, folder: str) -> None:
-    """Fill the model's parameters from `folder`'s safetensors; each rank reads its own slices."""
-    import torch.distributed.checkpoint as dcp
-
-    with torch.no_grad():
-        wanted = parallel.adapter.to_hf(parallel.model.state_dict())
-        dcp.load(wanted, storage_reader=parallel.adapter.get_hf_storage_reader(folder))
-        parallel.model.load_state_dict(parallel.adapter.from_hf(wanted), strict=False)
-
-
-def hf_names(parallel: Parallel) -> dict[str, torch.nn.Parameter]:
+def parameters(parallel: Parallel) -> dict[str, torch.nn.Parameter]:
     """The model's parameters, each once, under its TorchTitan name (wrappers' prefixes removed)."""
     from torchtitan.components.checkpointer.utils import canonical_fqn
 
@@ -228,13 +216,18 @@ def checkpointer(parallel: Parallel, optimizers: Any, schedule: Any, state: Any,
     from torchtitan.components.checkpointer import CheckpointManager
 
     return CheckpointManager.Config(
-        enable=True, folder="checkpoints", interval=1, keep_latest_k=keep, last_save_model_only=False
+        enable=True,
+        folder="checkpoints",
+        interval=1,
+        keep_latest_k=keep,
+        last_save_model_only=False,
+        initial_load_model_only=False,
     ).build(
         dataloader=None,
         model_parts=[parallel.model],
         optimizers=optimizers,
         lr_schedulers=schedule,
         states={"train_state": state},
-        sd_adapter=parallel.adapter,
+        sd_adapter=None,
         base_folder=folder,
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import warnings
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,34 @@ from milkweed.training.model import Architecture
 
 _ready = False
 
+_ATTENTION = "layers.{}.attention"
+_EXPERTS = "layers.{}.moe.routed_experts.inner_experts"
+HF_NAMES = {
+    "tok_embeddings.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "lm_head.weight": "lm_head.weight",
+    "layers.{}.attention_norm.weight": "model.layers.{}.input_layernorm.weight",
+    "layers.{}.ffn_norm.weight": "model.layers.{}.post_attention_layernorm.weight",
+    f"{_ATTENTION}.qkv_linear.wq.weight": "model.layers.{}.self_attn.q_proj.weight",
+    f"{_ATTENTION}.qkv_linear.wk.weight": "model.layers.{}.self_attn.k_proj.weight",
+    f"{_ATTENTION}.qkv_linear.wv.weight": "model.layers.{}.self_attn.v_proj.weight",
+    f"{_ATTENTION}.qkv_linear.wq.bias": "model.layers.{}.self_attn.q_proj.bias",
+    f"{_ATTENTION}.qkv_linear.wk.bias": "model.layers.{}.self_attn.k_proj.bias",
+    f"{_ATTENTION}.qkv_linear.wv.bias": "model.layers.{}.self_attn.v_proj.bias",
+    f"{_ATTENTION}.wo.weight": "model.layers.{}.self_attn.o_proj.weight",
+    f"{_ATTENTION}.q_norm.weight": "model.layers.{}.self_attn.q_norm.weight",
+    f"{_ATTENTION}.k_norm.weight": "model.layers.{}.self_attn.k_norm.weight",
+    "layers.{}.feed_forward.w1.weight": "model.layers.{}.mlp.gate_proj.weight",
+    "layers.{}.feed_forward.w3.weight": "model.layers.{}.mlp.up_proj.weight",
+    "layers.{}.feed_forward.w2.weight": "model.layers.{}.mlp.down_proj.weight",
+    "layers.{}.moe.router.gate.weight": "model.layers.{}.mlp.gate.weight",
+    # one stacked parameter holds all experts; the second number is the expert's
+    f"{_EXPERTS}.w1_EFD": "model.layers.{}.mlp.experts.{}.gate_proj.weight",
+    f"{_EXPERTS}.w3_EFD": "model.layers.{}.mlp.experts.{}.up_proj.weight",
+    f"{_EXPERTS}.w2_EDF": "model.layers.{}.mlp.experts.{}.down_proj.weight",
+}
+"""TorchTitan's parameters and their Hugging Face weights; `{}` is the layer, then the expert."""
+
 
 def prepare() -> None:
     """Import TorchTitan, once, with its device chosen. Must come before any other import of it."""
@@ -29,7 +58,9 @@ def prepare() -> None:
         return
     import torch._utils as torch_utils
 
-    logging.getLogger().setLevel(max(logging.WARNING, logging.getLogger().level))
+    # advice that is not ours to follow: how DTensor reduces over two mesh axes, what a router asks of autocast
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", message="In CPU autocast, but the target dtype is not supported")
     if not torch.cuda.is_available():
         # torchtitan.tools.utils takes the device type at import and falls back to "cuda" where no accelerator answers
         saved = torch_utils._get_available_device_type
@@ -51,7 +82,6 @@ def _classes() -> SimpleNamespace:
     from torchtitan.models.common import CosSinRoPE
     from torchtitan.models.common.attention import FlexAttention
     from torchtitan.models.common.moe import GroupedExperts
-    from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 
     class DocumentAttention(FlexAttention):
         """SDPA that keeps packed sequences apart. FlexAttention has no backward pass on a CPU."""
@@ -104,18 +134,7 @@ def _classes() -> SimpleNamespace:
                 start += int(count)
             return torch.cat(pieces) if pieces else out
 
-    class Adapter(Qwen3StateDictAdapter):
-        """Hugging Face names of every family's weights; Qwen2's biases besides."""
-
-        def __init__(self, model_config, hf_assets_path):
-            super().__init__(model_config, hf_assets_path)
-            for hf, titan in (("q_proj", "wq"), ("k_proj", "wk"), ("v_proj", "wv")):
-                key = f"model.layers.{{}}.self_attn.{hf}.bias"
-                self.from_hf_map[key] = f"layers.{{}}.attention.qkv_linear.{titan}.bias"
-
-    return SimpleNamespace(
-        DocumentAttention=DocumentAttention, LlamaRotaryHalf=LlamaRotaryHalf, Experts=Experts, Adapter=Adapter
-    )
+    return SimpleNamespace(DocumentAttention=DocumentAttention, LlamaRotaryHalf=LlamaRotaryHalf, Experts=Experts)
 
 
 def model_spec(a: Architecture, seq_len: int) -> Any:
@@ -217,5 +236,5 @@ def model_spec(a: Architecture, seq_len: int) -> Any:
         parallelize_fn=parallelize_qwen3,
         pipelining_fn=None,
         post_optimizer_build_fn=None,
-        state_dict_adapter=own.Adapter,
+        state_dict_adapter=None,  # its mixture-of-experts part fails on HSDP and TP; `shards` does this work
     )
