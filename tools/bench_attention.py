@@ -41,7 +41,6 @@ def serve(pipe, model: str, backend: str) -> None:
     """One engine in a process of its own: answers (batch, temperature) with (tokens, seconds, CPU seconds)."""
     import psutil
     import sglang
-
     from sglang_cpu import engine_arguments
 
     arguments = {**engine_arguments(), "attention_backend": backend, "max_total_tokens": 32768, "log_level": "error"}
