@@ -17,6 +17,7 @@ import torch
 
 from milkweed.errors import TransferError
 from milkweed.transfer.manifest import join
+from milkweed.transfer.probe import measure
 from milkweed.transfer.puller import GRACE_S, Puller
 from milkweed.transfer.slots import SHM
 from milkweed.transfer.staging import open_staged
@@ -287,7 +288,8 @@ def test_a_pull_that_never_returns_is_given_up_and_the_next_one_works(ranks, pul
 async def _through_an_actor(manifest):
     from monarch.actor import this_host
 
-    from milkweed.transfer.puller import PullerActor
+    from milkweed.transfer.probe import measure
+from milkweed.transfer.puller import PullerActor
 
     async def answer(call):
         return await asyncio.wait_for(call, 60)
@@ -308,6 +310,17 @@ async def _through_an_actor(manifest):
 
 def test_a_puller_works_as_a_monarch_actor(ranks):
     asyncio.run(_through_an_actor(join([ranks[0].call("publish", Versions.next(), "whole")])))
+
+
+def test_the_probe_measures_this_host_and_leaves_nothing():
+    probe = measure(nbytes=16 << 20, repeats=2, deadline_s=60)
+    assert probe.backends == ["UCX"] and probe.memcpy_gb_s > 0 and probe.nixl_gb_s > 0
+    with pytest.raises(TransferError, match="within 0.2 s"):
+        measure(deadline_s=0.2)
+    time.sleep(1)
+    children = Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()
+    commands = [Path(f"/proc/{pid}/cmdline").read_text() for pid in children]
+    assert not any("milkweed.transfer.probe" in command for command in commands)
 
 
 def test_idle_agents_cost_at_most_three_hundredths_of_a_core(ranks, puller):

@@ -77,8 +77,18 @@ def test_after_a_commit_engines_keep_only_what_they_serve(slots):
     for engine in ("good", "failed", "dead"):
         slots.hold(engine, old)
         slots.hold(engine, new)
-    slots.keep_only({"good": new, "failed": old, "elsewhere": old})
-    assert slots.find(old).holders == {"failed"} and slots.find(new).holders == {"good"}
+    slots.keep_only({"good": new, "elsewhere": old})
+    assert not slots.find(old).holders and slots.find(new).holders == {"good"}
+
+
+def test_an_engine_that_missed_an_update_keeps_nobody_from_the_next(slots):
+    old, new = fill(slots, 1).version, fill(slots, 2).version
+    slots.hold("missed", old)
+    slots.hold("good", new)
+    slots.keep_only({"good": new, "missed": old})
+    assert slots.find(new).holders == {"good"}
+    fill(slots, 3)
+    assert slots.find(old) is None
 
 
 def test_a_claim_alone_leaves_the_staged_version_whole(slots):

@@ -131,7 +131,8 @@ class Puller:
 
     def keep_only(self, served: dict[str, PolicyVersion]) -> None:
         """Holders keep their hold on the version that `served` names for them; every other hold ends, also those of
-        holders that it does not name: they are gone."""
+        holders that it does not name: they are gone. If both slots stay held, holds on the older version end too, so
+        that an engine which missed an update keeps nobody from the next. To be called when no commit is running."""
         self._slots.keep_only(served)
 
     def status(self) -> dict[str, Any]:

@@ -142,11 +142,19 @@ class Slots:
             self._sweep()
 
     def keep_only(self, served: dict[str, PolicyVersion]) -> None:
-        """End every hold but that of each holder on the version `served` names for it."""
+        """End every hold but that of each holder on the version `served` names for it.
+
+        Should both slots still be held, the holds on the older version end too: an engine that missed an update must
+        not keep all others from the next. It then has nothing to roll back to, which its digest will tell it."""
         with self._lock:
             for slot in self._all():
                 version = slot.staged.version if slot.staged is not None else None
                 slot.holders = {h for h in slot.holders if version is not None and served.get(h) == version}
+            current = self._current.slots if self._current else []
+            if current and all(s.holders for s in current):
+                oldest = min(current, key=lambda s: s.order)
+                _log.warning("%s still hold the older version; their holds end", ", ".join(sorted(oldest.holders)))
+                oldest.holders = set()
             self._sweep()
 
     def retire(self) -> None:
