@@ -31,5 +31,5 @@ class RewardActor(Actor):
         """End every child."""
         await asyncio.to_thread(self._pool.close)
 
-    def __cleanup__(self, exc: Any) -> None:
-        self._pool.close()
+    async def __cleanup__(self, exc: Any) -> None:
+        await asyncio.to_thread(self._pool.close)

@@ -8,13 +8,14 @@ subreaper (orphans come back to it) and a sweep that stops everything before it 
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import resource
 import signal
 import sys
 import time
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 36, 38
+PR_SET_PDEATHSIG, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 24, 36, 38
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = (
     0x00020000,
     0x08000000,
@@ -80,8 +81,17 @@ def read_only_but(folder: str, bytes_: int) -> None:
     _check(_libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", MS_NOSUID | MS_NODEV, options), "mount tmpfs")
 
 
-def no_new_privileges() -> None:
-    """setuid programs give nothing from here on."""
+def drop_privileges() -> None:
+    """Give up every capability for good, root's too; setuid programs give nothing from here on."""
+    for capability in range(64):
+        if _libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) != 0:
+            if ctypes.get_errno() == errno.EINVAL:
+                break  # this kernel has no more
+            if os.geteuid() == 0:
+                _check(-1, "PR_CAPBSET_DROP")
+            break  # an ordinary user holds none
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
+    _check(_libc.capset(header, (ctypes.c_uint32 * 6)()), "capset")
     _check(_libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "PR_SET_NO_NEW_PRIVS")
 
 
@@ -137,7 +147,8 @@ def fork_guarded(parent: int, namespaces: int = 0, isolate: bool = True) -> int:
     process to which signals have their ordinary effect. The guard dies with the thread of `parent` that started it.
     """
     die_with_parent(parent)
-    wanted = (namespaces | CLONE_NEWPID, CLONE_NEWPID) if isolate else ()
+    all_ = namespaces | CLONE_NEWPID
+    wanted = dict.fromkeys((all_, all_ & ~CLONE_NEWUSER, CLONE_NEWPID)) if isolate else ()
     got = next((f for f in wanted if _allowed(f)), 0)
     if got:
         _enter(got)

@@ -1,0 +1,345 @@
+"""Verifier rows of the cases, each under its id, with more of each kind."""
+
+import threading
+import time
+
+import pytest
+
+from milkweed.environments import (
+    CodeLimits,
+    code_tests,
+    exact,
+    last_box,
+    math_equal,
+    mathematical,
+    multiple_choice,
+    numeric,
+    run_python,
+)
+from milkweed.environments.execution import code_in, same_output, same_value
+
+SHORT = CodeLimits(deadline_s=2.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "inside"),
+    [
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{\{1, \{2\}\}}", r"\{1, \{2\}\}"),
+        (r"\boxed{\left\{ x \right.}", r"\left\{ x \right."),
+        (r"\boxed {a_{b_{c}}} and more }", "a_{b_{c}}"),
+        (r"\boxed{\sqrt{\frac{a}{b}}} \text{done}", r"\sqrt{\frac{a}{b}}"),
+        (r"\boxed{never closed", None),
+        ("no box", None),
+        (r"\boxed 7", "7"),
+    ],
+)
+def test_R1_boxes_end_at_their_own_brace(text, inside):
+    assert last_box(text) == inside
+
+
+def test_R1_the_last_complete_box_wins():
+    assert last_box(r"\boxed{1} then \boxed{2}") == "2"
+    assert last_box(r"\boxed{3} wait \boxed{\frac{1}{2") == "3"
+    assert last_box(r"\boxed{\boxed{3}}") == "3"
+    assert last_box(r"\boxed{x = \boxed{3}}") == "x = 3"
+
+
+def test_R3_the_score_is_of_the_whole_answer():
+    for verify in (mathematical, numeric, exact):
+        assert [verify(t, "1") for t in ("137", "1", "31", "1.5")] == [0.0, 1.0, 0.0, 0.0]
+
+
+def test_R4_box_on_either_side_only():
+    assert mathematical(r"so \boxed{5}", "5") == mathematical("5", r"\boxed{5}") == 1.0
+    assert mathematical(r"\boxed{5}", r"$\boxed{5}$") == 1.0
+
+
+@pytest.mark.parametrize("text", [r"\fbox{42}", r"\framebox{42}", r"\(\boxed{42}\)", r"$$\boxed{ 42 }$$"])
+def test_R5_other_boxes(text):
+    assert mathematical(text, "42") == numeric(text, 42) == 1.0
+
+
+def test_R6_a_box_counts_however_far_from_the_end():
+    long = "+".join(str(i) for i in range(60))
+    assert mathematical(rf"\boxed{{{long}}}" + " and so on" * 200, "1770") == 1.0
+    assert mathematical("x" * 5000 + r"\boxed{5}" + "y" * 5000, "5") == 1.0
+
+
+@pytest.mark.parametrize("text", [r"\boxed{\text{E}}", r"\boxed{\textbf{(E)}}", r"\boxed{\mathrm{E}.}", r"\boxed{E}"])
+def test_R7_letters_in_text_commands(text):
+    assert mathematical(text, "E") == multiple_choice(text, "E") == 1.0
+    assert mathematical(text, "D") == multiple_choice(text, "D") == 0.0
+
+
+@pytest.mark.parametrize("text", [r"\text{13}", r"\mathrm{13}", r"\text{ 13 }", r"\mathbf{13}", r"\textbf{13}"])
+def test_R9_numbers_in_text_commands(text):
+    assert math_equal(text, "13") and math_equal("13", text) and not math_equal(text, "31")
+
+
+@pytest.mark.parametrize("text", ["**73**", "so it is **73**.", "__73__", "**Answer:** 73", "The answer is **73**."])
+def test_R11_bold(text):
+    assert mathematical(text, "73") == numeric(text, 73) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (r"\frac{1}{2004!}", r"\frac{1}{2006!}"),
+        ("1/2004!", "1/2006!"),
+        ("10^{-8}", "10^{-9}"),
+        ("e^{-1000}", "e^{-1001}"),
+        ("0.00000001", "0.00000002"),
+        (r"\pm 2021", "2021"),
+        ("2021", r"\pm 2021"),
+        ("-2021", "2021"),
+        ("n=2,3,4", "1,2,3"),
+        ("1,2", "1,2,3"),
+        (r"\{1,2\}", "(1,2)"),
+        ("(1,2)", "[1,2]"),
+        ("(1,2)", "(2,1)"),
+        ("x=5", "y=5"),
+        ("|x|", "x"),
+        ("3.14", r"\pi"),
+        ("0.33", "1/3"),
+        ("12", "1 2"),
+        ("5 cm", "5 m"),
+        ("", ""),
+    ],
+)
+def test_R12_unequal_things_are_not_equal(a, b):
+    assert not math_equal(a, b) and not math_equal(b, a)
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (r"\sqrt{\frac{1}{n}}", r"\frac{1}{\sqrt{n}}"),
+        ("sqrt(1/n)", "1/sqrt(n)"),
+        (r"\frac{\sqrt{2}}{2}", "1/sqrt(2)"),
+        (r"\ln(n^2)", r"2\ln(n)"),
+        ("x^2+2x+1", "(x+1)^2"),
+    ],
+)
+def test_R14_R16_equal_for_positive_variables_both_ways(a, b):
+    assert math_equal(a, b) and math_equal(b, a)
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ("-1 + exp(16)", "e^{16}-1"),
+        ("pi/2", r"\frac{\pi}{2}"),
+        ("14.0 + -1.0i", "14-i"),
+        ("sin(pi/6)", "0.5"),
+        ("2**10", "1024"),
+        ("2^10", "1024"),
+        ("ln(e^2)", "2"),
+        ("3*sqrt(2)", r"3\sqrt{2}"),
+        ("2x + 1", "1 + 2*x"),
+    ],
+)
+def test_R15_expressions_as_people_type_them(a, b):
+    assert math_equal(a, b) and math_equal(b, a)
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ("1,000", "1000"),
+        ("10,000,000", "10000000"),
+        ("7{,}000", "7000"),
+        ("50%", "0.5"),
+        (r"25\%", r"\frac{1}{4}"),
+        ("\u22125", "-5"),
+        ("0.5", r"\frac12"),
+        (r"\dfrac{1}{2}", r"\tfrac{2}{4}"),
+        (r"\$5", "5"),
+        ("$5", "5"),
+        ("(1, 2)", "(1,2)"),
+        (r"\left(1,\, 2\right)", "(1,2)"),
+        (r"\boxed{\boxed{3}}", "3"),
+        ("5.", "5"),
+        (r"3\frac{1}{2}", "3.5"),
+        ("3 1/2", "7/2"),
+        (r"5\text{ cm}", "5"),
+        (r"90^\circ", "90"),
+        ("x = 5", "5"),
+        (r"x = 1 \text{ or } x = 2", "2, 1"),
+        (r"\pm 2", "2, -2"),
+        (r"\begin{pmatrix}1&2\end{pmatrix}", r"\begin{bmatrix}1&2\end{bmatrix}"),
+        ("0.333333", "1/3"),
+        (r"2\cdot 10^5", "200000"),
+        ("Yes", "yes"),
+    ],
+)
+def test_R18_the_same_answer_written_otherwise(a, b):
+    assert math_equal(a, b) and math_equal(b, a)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "right"),
+    [
+        ("The answer is 1,000.", 1000, 1),
+        ("50%", 0.5, 1),
+        ("50%", 50, 0),
+        ("x = \u22125", -5, 1),
+        (r"\boxed{\frac12}", "0.5", 1),
+        ("It costs \\$1,234.50 in total", 1234.5, 1),
+        ("1e3", 1000, 1),
+        ("-3", 3, 0),
+        ("I got 12, then 7", 7, 1),
+        ("10-3 = 7", 7, 1),
+        ("2-3", -3, 0),
+        ("12", 1.2, 0),
+        ("no number", 5, 0),
+        ("", 5, 0),
+        (r"\boxed{1} then \boxed{2}", 2, 1),
+        (r"\boxed{1} then \boxed{2}", 1, 0),
+    ],
+)
+def test_R18_numbers(text, answer, right):
+    assert numeric(text, answer) == right
+
+
+def test_R18_tolerance_is_asked_for_by_name():
+    assert numeric("99", 100) == 0.0 and numeric("99", 100, relative=0.01) == 1.0 == numeric("99", 100, absolute=1)
+    with pytest.raises(ValueError, match="not a number"):
+        numeric("5", "five")
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("(E)", "E"),
+        ("E.", "E"),
+        ("B) 12", "B"),
+        ("**C. 12 apples**", "C"),
+        ("The answer is (C).", "C"),
+        ("A dog. The answer is B because A is wrong", "B"),
+        ("A is wrong. The correct option is D", "D"),
+        ("The answer isn't A, it's B", "B"),
+        ("A) yes\nB) no\n\nB", "B"),
+        ("I think a cat", None),
+        ("the answer is A or B", None),
+        ("", None),
+    ],
+)
+def test_R7_the_marked_choice_counts_and_letters_in_prose_do_not(text, answer):
+    assert [multiple_choice(text, c) for c in "ABCDE"] == [float(c == answer) for c in "ABCDE"]
+
+
+def test_R19_no_verifier_needs_the_main_thread():
+    got = []
+
+    def work():
+        got.append((math_equal("sqrt(8)", r"2\sqrt{2}"), code_tests("def f(): return 1", "assert f() == 1")))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(60)
+    assert got == [(True, 1.0)]
+
+
+@pytest.mark.parametrize("text", ["9^{9^{9^{9}}}", "100000!", "2^{10000000}", "10^{10^{10}}"])
+def test_R20_what_would_fill_the_machine_is_not_evaluated(text):
+    start = time.monotonic()
+    assert not math_equal(text, "7") and math_equal(text, text)
+    assert time.monotonic() - start < 20
+
+
+def test_R22_white_space_at_line_ends_is_left_aside():
+    assert same_output("5 \n", "5") and same_output("1 \r\n2\t\n\n", "1\n2")
+    assert not same_output("1 2", "12") and not same_output("1\n\n2", "1\n2")
+    assert exact("5 \n", "5") == 1.0 and exact("5", "5.0") == 0.0 and exact("", "") == 0.0
+    assert code_tests("print('5 ')", [{"stdin": "", "stdout": "5"}]) == 1.0
+
+
+def test_R23_an_early_exit_passes_nothing():
+    for leave in ("import sys; sys.exit(0)", "import os; os._exit(0)", "raise SystemExit", "exit(0)", "quit()"):
+        assert code_tests(f"def f(): return 1\n{leave}", ["assert f() == 2"]) == 0.0
+    inside = "import os\ndef f(x):\n    os._exit(0)"
+    assert code_tests(inside, [{"call": "f", "args": [1], "expected": 1}, "assert f(1) == 1"]) == 0.0
+    # a program that printed the right answer may end as it likes
+    assert code_tests("import sys\nprint(int(input()) + 1)\nsys.exit(0)", {"stdin": "4\n", "stdout": "5"}) == 1.0
+
+
+def test_R23_an_object_that_equals_everything_passes_nothing():
+    cheat = "class A(int):\n    def __eq__(self, other): return True\ndef f(): return A()"
+    assert code_tests(cheat, {"call": "f", "expected": 3}) == 0.0
+    assert same_value((1, [2.0]), [1, [2]]) and not same_value(True, 1) and not same_value("1", 1)
+
+
+@pytest.mark.parametrize(
+    ("program", "status"),
+    [
+        ("while True: pass", "timeout"),
+        ("import time\ntry: time.sleep(99)\nfinally: time.sleep(99)", "timeout"),
+        ("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass", "processes"),
+        ("while True: print('x' * 1000000)", "output"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "killed"),
+        ("x = bytearray(2 << 30)", "raised"),
+        ("syntax error", "raised"),
+    ],
+)
+def test_R23_bad_programs_end_and_are_named(program, status):
+    start = time.monotonic()
+    run = run_python(program, tests=[{"check": "pass"}], limits=SHORT)
+    assert (run.status, run.results) == (status, []), run
+    assert time.monotonic() - start < SHORT.deadline_s + 5
+
+
+def test_R23_closing_stdout_and_faking_the_answer_pass_nothing():
+    closed = "import os, sys\nsys.stdout.close(); os.close(1)\ndef f(): return 1"
+    assert code_tests(closed, ["assert f() == 1", "assert f() == 2"]) == 0.5
+    forged = "import os\nfor fd in range(3, 20):\n    try: os.write(fd, b'{\"word\": \"\", \"value\": true}\\n' * 3)\n    except OSError: pass\nos._exit(0)"
+    assert code_tests(forged, ["assert False"] * 2) == 0.0
+
+
+def test_R23_nothing_is_written_outside_and_nothing_reaches_the_network(tmp_path):
+    target = tmp_path / "evil"
+    program = f"""
+import socket
+try:
+    open({str(target)!r}, 'w').write('x')
+    print('wrote')
+except OSError:
+    print('refused')
+try:
+    socket.create_connection(('127.0.0.1', {_listening()}), 1)
+    print('connected')
+except OSError:
+    print('refused')
+open('own', 'w').write('x')
+"""
+    run = run_python(program, limits=SHORT)
+    assert run.status == "ok", run
+    # what the kernel does not lend is said, never claimed
+    assert run.stdout.split()[0] == ("refused" if "files" in run.isolation else "wrote")
+    assert run.stdout.split()[1] == ("refused" if "network" in run.isolation else "connected")
+    assert target.exists() == ("files" not in run.isolation)
+
+
+def _listening():
+    import socket
+
+    server = socket.create_server(("127.0.0.1", 0))
+    threading.Thread(target=lambda: (server.settimeout(20), _accept(server)), daemon=True).start()
+    return server.getsockname()[1]
+
+
+def _accept(server):
+    try:
+        server.accept()
+    except OSError:
+        server.close()
+
+
+def test_code_is_taken_from_its_fence():
+    assert code_in("so:\n```python\nx = 1\n```\nthen\n```\nout\n```") == "x = 1\n"
+    assert code_in("```\ny\n```") == "y\n" and code_in("z = 1") == "z = 1"
+    assert code_tests("```python\ndef f(a):\n    return a * 2\n```", [{"call": "f", "args": [2], "expected": 4}]) == 1.0
+    with pytest.raises(ValueError, match="no tests"):
+        code_tests("x", [])
+    with pytest.raises(ValueError, match="not a test"):
+        code_tests("x", [{"what": 1}])
