@@ -18,7 +18,7 @@ import torch
 from milkweed.errors import TransferError
 from milkweed.transfer.manifest import join
 from milkweed.transfer.probe import measure
-from milkweed.transfer.puller import GRACE_S, Puller
+from milkweed.transfer.puller import GRACE_S, Puller, PullerActor
 from milkweed.transfer.slots import SHM
 from milkweed.transfer.staging import open_staged
 from milkweed.types import PolicyVersion
@@ -287,9 +287,6 @@ def test_a_pull_that_never_returns_is_given_up_and_the_next_one_works(ranks, pul
 
 async def _through_an_actor(manifest):
     from monarch.actor import this_host
-
-    from milkweed.transfer.probe import measure
-from milkweed.transfer.puller import PullerActor
 
     async def answer(call):
         return await asyncio.wait_for(call, 60)

@@ -1,7 +1,8 @@
 """Measures the plane's own bandwidth, for `milkweed doctor` and the start-up log: NIXL READ against memcpy.
 
-`measure` starts one process that reads from another, as a puller reads from a trainer rank, so that neither NIXL nor its
-memory stays in the caller. A transport that silently fell back to something slow is seen here, before a run pays for it.
+`measure` starts one process that reads from another, as a puller reads from a trainer rank, so that neither NIXL nor
+its memory stays in the caller. A transport that silently fell back to something slow is seen here, before a run pays
+for it.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ FLOOR = 0.4
 class Probe(msgspec.Struct, kw_only=True):
     """What was measured: GB/s are the best of several reads of `nbytes`, since other work on the host only slows.
 
-    `readv_gb_s` is a raw `process_vm_readv`, None where the kernel refuses it; NIXL's fast way on one host uses the same
-    call. `warnings` hold one line for each thing that is wrong, with its mend.
+    `readv_gb_s` is a raw `process_vm_readv`, None where the kernel refuses it; NIXL's fast way on one host uses the
+    same call. `warnings` hold one line for each thing that is wrong, with its mend.
     """
 
     nixl: str
@@ -49,8 +50,8 @@ class Probe(msgspec.Struct, kw_only=True):
         """One line for the log."""
         readv = "refused" if self.readv_gb_s is None else f"{self.readv_gb_s:.1f}"
         return (
-            f"NIXL {self.nixl} ({', '.join(self.backends)}): READ {self.nixl_gb_s:.1f} GB/s, {self.ratio:.2f} of memcpy "
-            f"({self.memcpy_gb_s:.1f}); process_vm_readv {readv}"
+            f"NIXL {self.nixl} ({', '.join(self.backends)}): READ {self.nixl_gb_s:.1f} GB/s, {self.ratio:.2f} of "
+            f"memcpy ({self.memcpy_gb_s:.1f}); process_vm_readv {readv}"
         )
 
 
@@ -83,9 +84,9 @@ def judge(probe: Probe, floor: float = FLOOR) -> list[str]:
             "set kernel.yama.ptrace_scope=0 (docker: --cap-add=SYS_PTRACE)"
         )
     if probe.ratio < floor:
+        mend = "unset UCX_TLS" if os.environ.get("UCX_TLS") else "UCX_LOG_LEVEL=info shows the transport in use"
         found.append(
-            f"NIXL reads at {probe.nixl_gb_s:.2f} GB/s, {probe.ratio:.2f} of memcpy, below the floor of {floor:g}: "
-            + ("unset UCX_TLS" if os.environ.get("UCX_TLS") else "look at `UCX_LOG_LEVEL=info` for the transport in use")
+            f"NIXL reads at {probe.nixl_gb_s:.2f} GB/s, {probe.ratio:.2f} of memcpy, below the floor of {floor:g}: {mend}"
         )
     return found
 
