@@ -22,13 +22,8 @@ def register() -> None:
     """SGLang's plugin entry point: called in every process of every engine on the machine, ours or not."""
     if os.environ.get("MILKWEED_ENGINE") != "1":
         return
-    import multiprocessing
-    import signal
-
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    if multiprocessing.parent_process() is not None:  # a scheduler: its parent ignores this signal, it must not
-        signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     if os.environ.get("MILKWEED_TOKEN"):
         # a killed engine leaves this file behind; under the fleet's name it is swept
         HookRegistry.register("sglang.srt.managers.load_snapshot.shm_path_for", _shm_path, HookType.REPLACE)

@@ -1,0 +1,329 @@
+"""Real engines on the real fleet: their tokens and log-probs are the model's, weights change whole and between two
+steps, and a killed engine costs its samples nothing but time."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from milkweed.config import load_mesh
+from milkweed.errors import DataError, FleetError, TransferError
+from milkweed.fleet import Fleet
+from milkweed.models import new_qwen3
+from milkweed.rollout import Router
+from milkweed.rollout.protocol import decode_report, encode
+from milkweed.rollout.sglang_hooks import FAULTS
+from milkweed.transfer.manifest import Staged, StagedTensor
+from milkweed.types import Completion, PolicyVersion, Sampling
+
+pytestmark = pytest.mark.stack
+
+VERSIONS = [PolicyVersion(0, i) for i in range(8)]
+PROMPT = [40, 41, 42, 50, 60, 70]
+
+
+class Rig:
+    """Two engines and two models: `a`, which they start from, and `b`. Even versions are `a`, odd ones `b`."""
+
+    def __init__(self, folder: Path, replicas: int = 2, tensor_parallel: int = 1) -> None:
+        self.runner = asyncio.Runner()
+        self.folders = [new_qwen3(folder / "ab"[i], hidden=64, layers=2, head_dim=16, intermediate=128, seed=i) for i in (0, 1)]
+        # fresh weights give nearly even distributions; sharper ones make wrong weights, or a wrong temperature, show
+        self.folders = [_sharpened(f) for f in self.folders]
+        overrides = [f"rollout.replicas={replicas}", f"rollout.tensor_parallel={tensor_parallel}"]
+        self.mesh = load_mesh("local", overrides)
+        self.models: dict[int, Any] = {}
+        self.files: list[Path] = []
+
+    def up(self) -> None:
+        os.environ[FAULTS] = "1"
+        try:
+            self.fleet = self.run(Fleet.start(self.mesh), 60)
+            self.router = self.run(Router.spawn(self.fleet, str(self.folders[0])), 240)
+        finally:
+            del os.environ[FAULTS]
+
+    def down(self) -> None:
+        if hasattr(self, "router"):
+            self.run(self.router.close(), 30)
+        if hasattr(self, "fleet"):
+            self.run(self.fleet.stop(), 30)
+        for file in self.files:
+            file.unlink(missing_ok=True)
+        self.runner.close()
+
+    def run(self, work: Any, deadline_s: float = 60.0) -> Any:
+        async def within() -> Any:
+            async with asyncio.timeout(deadline_s):
+                return await work
+
+        return self.runner.run(within())
+
+    def stage(self, version: PolicyVersion) -> Staged:
+        """`version` in shared memory, as the puller leaves it."""
+        import xxhash
+        from safetensors.torch import load_file
+
+        data, tensors = bytearray(), []
+        for name, t in load_file(self.folders[version.step % 2] / "model.safetensors").items():
+            raw = t.numpy().tobytes()
+            tensors.append(StagedTensor(name, "float32", tuple(t.shape), len(data), len(raw)))
+            data += raw
+        file = Path(f"/dev/shm/mw-{self.fleet.token}-test-{version.step}")
+        file.write_bytes(data)
+        self.files.append(file)
+        return Staged(version, str(file), 0, len(data), xxhash.xxh3_64_intdigest(bytes(data)), tensors)
+
+    def model(self, version: PolicyVersion) -> Any:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        which = version.step % 2
+        if which not in self.models:
+            torch.set_num_threads(1)
+            self.models[which] = AutoModelForCausalLM.from_pretrained(self.folders[which], dtype=torch.float32).eval()
+        return self.models[which]
+
+    def worst(self, c: Completion) -> float:
+        """The largest difference between a completion's log-probs and those of the model its spans name."""
+        import torch
+
+        ids, n = torch.tensor([c.prompt_ids + c.token_ids]), len(c.prompt_ids)
+        assert [s.start for s in c.versions] == [0, *(s.end for s in c.versions[:-1])]
+        assert c.versions[-1].end == len(c.token_ids) == len(c.logprobs)
+        worst = 0.0
+        for span in c.versions:
+            with torch.no_grad():
+                logits = self.model(span.version)(ids).logits[0, n - 1 : -1].double()
+            want = torch.log_softmax(logits / (c.sampling.temperature or 1.0), -1)
+            want = want.gather(1, ids[0, n:, None])[span.start : span.end, 0]
+            got = torch.tensor(c.logprobs[span.start : span.end], dtype=torch.float64)
+            worst = max(worst, (want - got).abs().max().item())
+        return worst
+
+    def commit_on(self, engine: str, staged: Staged, fault: str) -> Any:
+        replica = next(r for r in self.fleet.replicas if r.name == engine)
+        return decode_report(self.run(replica.call_one("commit", encode(staged), 30.0, fault, deadline_s=60)))
+
+
+def _sharpened(folder: Path) -> Path:
+    from safetensors.torch import load_file, save_file
+
+    file = str(folder / "model.safetensors")
+    save_file({n: t * (1 if "norm" in n else 4) for n, t in load_file(file).items()}, file, metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    rig = Rig(tmp_path_factory.mktemp("models"))
+    try:
+        rig.up()
+        yield rig
+    finally:
+        rig.down()
+
+
+def test_greedy_tokens_are_those_of_transformers(rig: Rig) -> None:
+    import torch
+
+    c = rig.run(rig.router.sample(PROMPT, Sampling(temperature=0.0, max_tokens=24, ignore_eos=True)))
+    want = rig.model(VERSIONS[0]).generate(
+        torch.tensor([PROMPT]), max_new_tokens=24, min_new_tokens=24, do_sample=False, eos_token_id=None
+    )[0, len(PROMPT) :]
+    assert c.token_ids == want.tolist()
+    assert c.finish_reason == "length" and rig.worst(c) < 1e-4
+
+
+def test_logprobs_are_those_of_the_full_distribution_at_the_sampling_temperature(rig: Rig) -> None:
+    async def work() -> list[Completion]:
+        asks = [Sampling(temperature=t, max_tokens=20, ignore_eos=True) for t in (1.0, 0.7, 1.3, 0.0)]
+        asks += [Sampling(temperature=0.7, top_p=0.9, top_k=20, max_tokens=20, ignore_eos=True)]
+        # side by side in one batch: rows must not borrow each other's temperature
+        return await asyncio.gather(*(rig.router.sample([*PROMPT, i], s) for i in range(6) for s in asks))
+
+    for c in rig.run(work()):
+        assert rig.worst(c) < 1e-4, c.sampling
+
+
+def test_text_stops_and_finish_reasons(rig: Rig) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(rig.folders[0])
+    free = rig.run(rig.router.sample(PROMPT, Sampling(temperature=0.0, max_tokens=24, ignore_eos=True)))
+    assert free.text == tokenizer.decode(free.token_ids, skip_special_tokens=True)
+    third = free.token_ids[2]
+    first = free.token_ids.index(third)
+    by_id = rig.run(rig.router.sample(PROMPT, Sampling(temperature=0.0, max_tokens=24, stop_token_ids=(third,))))
+    assert by_id.finish_reason == "stop" and by_id.token_ids == free.token_ids[: first + 1]
+    assert rig.worst(by_id) < 1e-4
+    word = next((ch for ch in free.text[3:] if ch.isascii() and ch.isprintable()), None)
+    assert word, "the model says nothing printable; choose another prompt"
+    by_text = rig.run(rig.router.sample(PROMPT, Sampling(temperature=0.0, max_tokens=24, stop=(word,), ignore_eos=True)))
+    assert by_text.finish_reason == "stop" and by_text.text == free.text[: free.text.index(word)]
+    assert by_text.token_ids == free.token_ids[: len(by_text.token_ids)] and rig.worst(by_text) < 1e-4
+
+
+def test_a_request_that_does_not_fit_names_its_sample_and_disturbs_no_other(rig: Rig) -> None:
+    async def work() -> list[Any]:
+        s = Sampling(max_tokens=8, ignore_eos=True)
+        bad = [rig.router.sample([1] * 5000, s, name="task 17"), rig.router.sample([], s, name="task 18")]
+        bad += [rig.router.sample(PROMPT, Sampling(seed=1), name="task 19")]
+        return await asyncio.gather(*bad, rig.router.sample(PROMPT, s), return_exceptions=True)
+
+    *bad, good = rig.run(work())
+    for error, words in zip(bad, ("task 17.*5000 tokens", "task 18.*empty", "task 19.*seed"), strict=True):
+        assert isinstance(error, DataError)
+        with pytest.raises(DataError, match=words):
+            raise error
+    assert len(good.token_ids) == 8
+    # what exceeds the context ends there instead
+    full = rig.run(rig.router.sample([40] * 1000, Sampling(max_tokens=500, ignore_eos=True)))
+    assert full.finish_reason == "length" and len(full.token_ids) < 25
+
+
+def test_a_cancelled_sample_stops_in_its_engine(rig: Rig) -> None:
+    async def work() -> None:
+        before = rig.router.tokens
+        task = asyncio.create_task(rig.router.sample(PROMPT, Sampling(max_tokens=900, ignore_eos=True)))
+        await asyncio.sleep(0.3)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        for _ in range(40):
+            await asyncio.sleep(0.1)
+            if all(s.running == 0 for s in rig.router.stats().values()) and rig.router.tokens > before:
+                break
+        assert rig.router.tokens - before < 900
+        assert rig.router.load == {"rollout0": 0, "rollout1": 0, "": 0}
+
+    rig.run(work())
+
+
+def test_weights_change_under_running_samples_and_every_token_knows_its_version(rig: Rig) -> None:
+    async def work() -> list[Completion]:
+        s = Sampling(max_tokens=400, ignore_eos=True)
+        tasks = [asyncio.create_task(rig.router.sample([*PROMPT, i], s)) for i in range(8)]
+        for version in VERSIONS[1:4]:
+            await asyncio.sleep(0.35)
+            report = await rig.router.update_weights({"host0": rig.stage(version)}, version)
+            assert report.failed == {} and rig.router.version == version
+            assert set(rig.router.versions().values()) == {version}
+        return await asyncio.gather(*tasks)
+
+    done = rig.run(work(), 120)
+    assert {c.engine for c in done} == {"rollout0", "rollout1"}
+    assert max(len(c.versions) for c in done) >= 3
+    for c in done:
+        assert rig.worst(c) < 1e-4
+    again = rig.run(rig.router.sample([*PROMPT, 0], Sampling(max_tokens=8)))
+    assert again.cached_tokens > 0 and again.version == VERSIONS[3] and rig.worst(again) < 1e-4
+
+
+def test_a_commit_that_fails_leaves_whole_weights_or_serves_nothing(rig: Rig) -> None:
+    now, new = rig.router.versions()["rollout0"], rig.stage(VERSIONS[4])
+    assert now == VERSIONS[3]
+    before = rig.run(rig.router.checksums())
+    assert before["rollout0"] == before["rollout1"]
+    torn = msgspec.structs.replace(new, digest=new.digest ^ 1)
+    other = msgspec.structs.replace(new, tensors=new.tensors[1:])
+    for staged, fault, words in (
+        (torn, "", "nothing changed.*digest"),
+        (other, "", "nothing changed.*missing"),
+        (new, "prepare", "nothing changed"),
+        (new, "copy", "rolled back"),
+    ):
+        report = rig.commit_on("rollout0", staged, fault)
+        assert not report.ok and report.state == "serving" and report.version == now
+        assert __import__("re").search(words, report.message), report.message
+    assert rig.run(rig.router.checksums()) == before
+    with pytest.raises(TransferError, match="digest"):
+        rig.run(rig.router.update_weights({"host0": torn}, torn.version))
+    with pytest.raises(FleetError, match="digest"):
+        rig.run(rig.router.sample(PROMPT))
+
+    # neither version is whole: nothing is served, until a good commit
+    assert rig.commit_on("rollout0", new, "copy,roll back").state == "broken"
+    assert not rig.commit_on("rollout0", new, "prepare").ok
+    report = rig.run(rig.router.update_weights({"host0": new}, new.version))
+    assert report.failed == {}
+    sums = rig.run(rig.router.checksums())
+    assert sums["rollout0"] == sums["rollout1"] != before["rollout0"]
+    for i in range(4):
+        c = rig.run(rig.router.sample([*PROMPT, i], Sampling(max_tokens=16, ignore_eos=True)))
+        assert c.version == VERSIONS[4] and rig.worst(c) < 1e-4
+        assert i > 1 or c.cached_tokens == 0, "the prefix cache of old weights was kept"
+
+
+def test_the_checksum_is_that_of_an_engine_started_from_the_same_folder(rig: Rig) -> None:
+    """rollout1 started from folder `a`, went through commits, and serves `a` again: version 4."""
+    assert rig.router.version == VERSIONS[4]
+    committed = rig.run(rig.router.checksums())["rollout1"]
+
+    async def fresh() -> dict[str, str]:
+        mesh = load_mesh("local", ["rollout.replicas=1"])
+        async with await Fleet.start(mesh) as fleet:
+            router = await Router.spawn(fleet, str(rig.folders[0]))
+            try:
+                return (await router.checksums())["rollout0"]
+            finally:
+                await router.close()
+
+    assert rig.run(fresh(), 240) == committed
+
+
+def test_the_samples_of_a_killed_engine_are_done_again_elsewhere(rig: Rig) -> None:
+    async def work() -> tuple[list[Completion], float]:
+        s = Sampling(max_tokens=300, ignore_eos=True)
+        tasks = [asyncio.create_task(rig.router.sample([*PROMPT, i], s)) for i in range(6)]
+        await asyncio.sleep(0.3)
+        assert rig.router.load["rollout0"] == rig.router.load["rollout1"] == 3
+        stats, start = rig.router.stats()["rollout0"], time.monotonic()
+        os.kill(stats.pids["scheduler0"], signal.SIGKILL)
+        while rig.router.load["rollout0"]:
+            await asyncio.sleep(0.01)
+        return await asyncio.gather(*tasks), time.monotonic() - start
+
+    done, _ = rig.run(work(), 120)
+    assert {c.engine for c in done} == {"rollout1"}
+    assert all(len(c.token_ids) == 300 and rig.worst(c) < 1e-4 for c in done)
+    assert "SIGKILL" in rig.router.stats()["rollout0"].cause
+    assert rig.router.load == {"rollout0": 0, "rollout1": 0, "": 0}
+    # the whole process this time, and nobody is left
+    task = rig.runner.get_loop().create_task(rig.router.sample(PROMPT, Sampling(max_tokens=900, ignore_eos=True)))
+    rig.run(asyncio.sleep(0.3))
+    os.kill(rig.router.stats()["rollout1"].pids["engine"], signal.SIGKILL)
+    with pytest.raises(FleetError, match="no engine can sample"):
+        rig.run(asyncio.wait_for(task, 20))
+
+
+@pytest.mark.slow
+def test_two_tensor_parallel_ranks_sample_and_commit_as_one(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, replicas=1, tensor_parallel=2)
+    try:
+        rig.up()
+        s = Sampling(max_tokens=300, ignore_eos=True)
+
+        async def work() -> list[Completion]:
+            tasks = [asyncio.create_task(rig.router.sample([*PROMPT, i], s)) for i in range(4)]
+            await asyncio.sleep(0.5)
+            await rig.router.update_weights({"host0": rig.stage(VERSIONS[1])}, VERSIONS[1])
+            return await asyncio.gather(*tasks)
+
+        done = rig.run(work(), 180)
+        assert all(rig.worst(c) < 1e-4 for c in done)
+        assert max(len(c.versions) for c in done) == 2
+        assert list(rig.run(rig.router.checksums())["rollout0"]) == ["rank0", "rank1"]
+        assert "rolled back" in rig.commit_on("rollout0", rig.stage(VERSIONS[2]), "copy").message
+        c = rig.run(rig.router.sample(PROMPT, Sampling(max_tokens=16, ignore_eos=True)))
+        assert c.version == VERSIONS[1] and rig.worst(c) < 1e-4
+    finally:
+        rig.down()
