@@ -6,7 +6,9 @@ import asyncio
 import os
 import secrets
 import shutil
+import site
 import sys
+import sysconfig
 import threading
 import time
 from pathlib import Path
@@ -202,10 +204,10 @@ class Fleet:
 
 def _import_path() -> list[str]:
     """The folders from which this process imports, beyond the environment's own: replicas import the same code."""
-    own = tuple(str(Path(p).resolve()) for p in (sys.prefix, sys.base_prefix))
-    folders = [str(Path(p or ".").resolve()) for p in sys.path]
-    package = str(Path(__file__).resolve().parents[2])
-    return list(dict.fromkeys(f for f in [*folders, package] if Path(f).is_dir() and not f.startswith(own)))
+    standard = Path(sysconfig.get_path("stdlib")).resolve()
+    own = {standard, standard / "lib-dynload", *(Path(p).resolve() for p in [*site.getsitepackages(), site.getusersitepackages()])}
+    folders = [*(Path(p or ".").resolve() for p in sys.path), Path(__file__).resolve().parents[2]]
+    return [str(f) for f in dict.fromkeys(folders) if f.is_dir() and f not in own]
 
 
 async def _tick() -> None:
