@@ -1,8 +1,8 @@
-"""Runs cases with known right answers against any framework, through an adapter; needs nothing but the standard library.
+"""Runs cases with known right answers against any framework, through an adapter; needs only the standard library.
 
-A case is data (`cases/*.json`), the README beside this file describes its fields and the vocabulary of functions. An
-adapter is any object with `call(function, inputs, params) -> dict[str, value]`: nested lists of numbers in, nested lists
-(or numbers, bools) out. It raises `Unsupported` for what the framework does not have; any other exception is the
+A case is data (`cases/*.json`); the README beside this file describes its fields and the vocabulary of functions.
+An adapter is any object with `call(function, inputs, params) -> dict[str, value]`: nested lists of numbers in, nested
+lists (or numbers, bools) out. It raises `Unsupported` for what the framework does not have; any other exception is the
 framework refusing the input.
 """
 

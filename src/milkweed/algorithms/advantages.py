@@ -116,13 +116,16 @@ def rloo(
 ) -> Tensor:
     """RLOO (Ahmadian et al. 2024, arXiv 2402.14740): `A_i = r_i - mean(the other members of the group)`; `[n]`.
 
-    With `std`, divided by the standard deviation of those others (plus `epsilon`); where they are all equal (or only
-    one) it says nothing about scale and the difference is left as it is. Raises as `grpo` does.
+    With `std`, divided by the standard deviation of those others (plus `epsilon`); where it is not above `epsilon`
+    (they are equal, if only up to rounding, or there is one) it says nothing about scale and the difference is left as
+    it is. Raises as `grpo` does.
     """
     g = arrange(rewards, groups, valid, trajectories)
     others = (g.size - 1).clamp(min=1)[g.of]
     advantages = (g.rewards - g.mean[g.of]) * g.size[g.of] / others
     if std != "none":
+        if std not in ("population", "unbiased"):
+            raise ValueError(f"std must be 'population', 'unbiased' or 'none', not {std!r}")
         scale = torch.ones_like(advantages)
         for group in range(len(g.size)):
             members = torch.nonzero((g.of == group) & g.use).flatten()
@@ -132,13 +135,8 @@ def rloo(
             left = (
                 g.rewards[members].expand(k, k)[~torch.eye(k, dtype=torch.bool, device=members.device)].view(k, k - 1)
             )
-            flat = left.amax(1) == left.amin(1)
-            spread = (
-                left.std(1, correction=1 if std == "unbiased" else 0)
-                if std in ("population", "unbiased")
-                else _spread(left, std)
-            )
-            scale[members] = torch.where(flat, torch.ones_like(spread), spread + epsilon)
+            spread = left.std(1, correction=1 if std == "unbiased" else 0)
+            scale[members] = torch.where(spread <= epsilon, torch.ones_like(spread), spread + epsilon)
         if trajectories is not None:  # the later segments of a trajectory take the scale of its first
             first = {t: i for i, t in reversed(list(enumerate(trajectories.tolist()))) if bool(g.use[i])}
             scale = scale[

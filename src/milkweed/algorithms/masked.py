@@ -103,12 +103,10 @@ def segment_sum(x: Tensor, mask: Tensor, segments: Tensor | None = None, count: 
     segments = row_segments(mask, segments)
     kept = keep(x, mask)
     count = count_segments(segments) if count is None else count
+    if not count:
+        return kept.reshape(-1)[:0]  # a micro-batch of padding alone must still have a gradient, of zeros
     index = segments.clamp(min=0).reshape(-1)
-    return (
-        torch.zeros(count, dtype=kept.dtype, device=kept.device).index_add(0, index, kept.reshape(-1))
-        if count
-        else kept.new_zeros(0)
-    )
+    return torch.zeros(count, dtype=kept.dtype, device=kept.device).index_add(0, index, kept.reshape(-1))
 
 
 def segment_mean(x: Tensor, mask: Tensor, segments: Tensor | None = None, count: int | None = None) -> Tensor:
@@ -127,7 +125,7 @@ def segment_spread(values: Tensor, mask: Tensor, segments: Tensor | None = None)
     if bool((mask & (segments >= values.shape[0])).any()):
         raise ValueError(f"segments name sequence {int(segments.max())}, but there are {values.shape[0]} values")
     if not values.numel():
-        return torch.zeros(mask.shape, dtype=as_float(values).dtype, device=mask.device)
+        return as_float(values).sum().expand(mask.shape)  # 0, with a gradient
     return keep(values[segments.clamp(min=0, max=values.shape[0] - 1)], mask)
 
 
