@@ -34,7 +34,7 @@ async def main(cfg: Config) -> None:
     train_set, held_out = sft.sums()
     model = cfg.model or await sft.warm_model(cfg.seed)
     async with mw.start(cfg, model=model, reference=cfg.kl > 0) as run:
-        solve = mw.single_turn(run.scorer(reward))  # an environment: sample once, then score
+        solve = mw.single_turn(reward)  # an environment: sample once, then score
         loss = mw.algorithms.grpo_loss(clip=cfg.clip, kl=cfg.kl)
         prompts, exam = run.stream(train_set), run.render(held_out[: cfg.eval_prompts])
         await run.evaluate(solve, exam)

@@ -52,8 +52,9 @@ _PUBLIC = {
     "pack": "data",
     "batch": "runs.batch",
     # environments
-    "single_turn": "environments",
-    "Scorer": "environments",
+    "single_turn": "environments.single_turn",
+    "score": "environments.reward",
+    "Scorer": "environments.reward",
     "verifiers": "environments.verifiers:",
     # algorithms
     "algorithms": "algorithms:",

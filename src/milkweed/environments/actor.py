@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from monarch.actor import Actor, concurrent_endpoint
-
 from milkweed.environments.children import Item, Limits, Outcome, ScoringPool
+from milkweed.fleet import Actor, concurrent_endpoint
 
 
 class RewardActor(Actor):

@@ -96,7 +96,7 @@ async def up(
     async def engines() -> None:
         from milkweed.rollout import Router
 
-        live.rollout = await bring("rollout", Router.start(fleet, folder))
+        live.rollout = await bring("rollout", Router.spawn(fleet, str(folder)))
         if "trainer" in roles:
             from milkweed.transfer.puller import PullerActor
 
@@ -104,9 +104,14 @@ async def up(
             live.pullers = list(await asyncio.gather(*spawns))
 
     async def rewards() -> None:
-        from milkweed.environments import Scorer
+        from milkweed.environments.actor import RewardActor
+        from milkweed.environments.reward import Scorer
 
-        live.reward = await bring("reward", Scorer.start(fleet))
+        async def workers() -> Scorer:
+            count = range(config.reward.replicas)
+            return Scorer(await asyncio.gather(*(fleet.spawn("reward", i, RewardActor) for i in count)))
+
+        live.reward = await bring("reward", workers())
 
     try:
         progress(f"waiting for {', '.join(sorted(waiting))}")
@@ -146,14 +151,15 @@ class Mesh:
 
     async def _publish(self) -> dict[str, float]:
         assert self.trainer is not None and self.rollout is not None
-        deadline = self.update_deadline_s
+        deadline, version = self.update_deadline_s, self.trainer.version
+        engines = {host.name: [r.name for r in self.fleet.replicas if r.role == "rollout" and r.host is host] for host in self.fleet.hosts}
         manifest = await self.trainer.publish([p.name for p in self.pullers])
 
-        async def pull(puller: Replica):
+        async def pull(puller: Replica) -> Any:
             try:
-                return await puller.call_one("pull", manifest, deadline, deadline_s=deadline + 10)
+                return await puller.call_one("pull", manifest, deadline, engines[puller.host.name], deadline_s=deadline + 10)
             finally:
-                await self.trainer.release(puller.name, manifest.version)  # type: ignore[union-attr]
+                await self.trainer.release(puller.name, version)  # type: ignore[union-attr]
 
         pulled = await asyncio.gather(*(pull(p) for p in self.pullers), return_exceptions=True)
         staged, failures = {}, []
@@ -165,10 +171,20 @@ class Mesh:
             else:
                 staged[puller.host.name] = result
         if not staged:
-            raise TransferError(f"no host got version {manifest.version}: {'; '.join(failures)}")
-        report = await self.rollout.update_weights(staged, manifest.version, deadline_s=deadline)
+            raise TransferError(f"no host got version {version}: {'; '.join(failures)}")
+        try:
+            report = await self.rollout.update_weights(staged, version, deadline_s=deadline)
+        finally:
+            await self._hold_what_is_served()
         seconds = {"publish": self.trainer.publish_s, "pull": max(s.seconds for s in staged.values()), "commit": report.seconds}
         return {**seconds, "update": sum(seconds.values()), "bytes": float(manifest.nbytes)}
+
+    async def _hold_what_is_served(self) -> None:
+        """Each engine keeps its hold on the version it serves, to roll back to, and on no other."""
+        assert self.rollout is not None
+        served = self.rollout.versions()
+        living = [p for p in self.pullers if p.failure is None]
+        await asyncio.gather(*(p.call_one("keep_only", served, deadline_s=self.update_deadline_s) for p in living))
 
     @property
     def version(self) -> PolicyVersion:

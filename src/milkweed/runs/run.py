@@ -94,6 +94,7 @@ class Run:
             env,
             prompts,
             self.mesh.rollout,
+            scorer=self.mesh.reward,
             samples=n,
             sampling=sampling or self.config.sampling,
             key=str(self.step + 1),
@@ -161,12 +162,6 @@ class Run:
         self._metrics.log(self.step, numbers)
         self.view.say(f"step {self.step}: " + ", ".join(f"{k.replace('_', ' ')} {v:.4f}" for k, v in numbers.items()))
 
-    def scorer(self, reward: Callable[..., Any], **options: Any) -> Any:
-        """`reward(prompt, completion)` run by the reward workers, away from the controller and under a deadline."""
-        if self.mesh.reward is None:
-            raise ConfigError("scoring needs the role reward in the mesh")
-        return self.mesh.reward.using(reward, **options)
-
     async def evaluate(self, env: Environment, prompts: Sequence[Prompt], *, n: int = 1, sampling: Sampling | None = None) -> float:
         """Mean reward of `n` trajectories of each held-out prompt under the current weights; nothing of it is trained.
 
@@ -183,6 +178,7 @@ class Run:
             env,
             prompts if all(p.token_ids for p in prompts) else self.render(prompts),
             self.mesh.rollout,
+            scorer=self.mesh.reward,
             samples=n,
             sampling=sampling or self.config.sampling,
             key=f"eval-{self.step}",

@@ -14,10 +14,10 @@ from milkweed.types import Completion, Environment, Group, Prompt, Sampling, Tra
 
 class Handle:
     """The policy as an environment sees it. `session` keeps a trajectory's turns (and a group's samples) on one
-    engine, where their prefix is cached."""
+    engine, where their prefix is cached; `scorer` is what rewards are run on."""
 
-    def __init__(self, router: Any, sampling: Sampling, session: str):
-        self._router, self._sampling, self._session = router, sampling, session
+    def __init__(self, router: Any, sampling: Sampling, session: str, scorer: Any = None):
+        self._router, self._sampling, self._session, self.scorer = router, sampling, session, scorer
 
     async def sample(self, token_ids: Sequence[int], sampling: Sampling | None = None) -> Completion:
         """One completion of `token_ids`. Raises DataError for a prompt that does not fit the context, FleetError
@@ -45,6 +45,7 @@ async def sample_groups(
     prompts: Sequence[Prompt],
     router: Any,
     *,
+    scorer: Any = None,
     samples: int,
     sampling: Sampling,
     key: str,
@@ -60,7 +61,7 @@ async def sample_groups(
     """
 
     async def one(prompt: Prompt, group: str, index: int) -> Trajectory:
-        handle = Handle(router, sampling, group if sticky else f"{group}/{index}")
+        handle = Handle(router, sampling, group if sticky else f"{group}/{index}", scorer)
         try:
             async with asyncio.timeout(deadline_s):
                 trajectory = await env(prompt, handle)
