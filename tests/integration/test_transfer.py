@@ -285,6 +285,28 @@ def test_a_pull_that_never_returns_is_given_up_and_the_next_one_works(ranks, pul
     assert_whole(pull(puller, manifest))
 
 
+def test_a_pull_given_up_while_it_allocates_is_waited_for_and_loses_nothing(ranks, puller, monkeypatch):
+    manifest = join([ranks[0].call("publish", Versions.next(), "whole")])
+    opening = Puller._open_session
+
+    def slowly(self, nbytes):
+        time.sleep(2.5)
+        return opening(self, nbytes)
+
+    async def twice():
+        with pytest.raises(TransferError, match="within 0.3 s"):
+            await puller.pull(manifest, 0.3)
+        monkeypatch.setattr(Puller, "_open_session", opening)
+        with pytest.raises(TransferError, match="an earlier pull still allocates"):
+            await puller.pull(manifest, 0.3)
+        return await puller.pull(manifest, 30.0)
+
+    monkeypatch.setattr(Puller, "_open_session", slowly)
+    session = puller._session
+    assert_whole(asyncio.run(twice()))
+    assert puller._session is session is not None and puller.status()["quarantined"] == 0
+
+
 async def _through_an_actor(manifest):
     from monarch.actor import this_host
 

@@ -138,7 +138,7 @@ class Staged(msgspec.Struct, frozen=True):
     """A version that arrived whole on a host: full tensors in one shared-memory file, from which engines commit.
 
     `offset` is the slot's start in the file; tensor offsets count from there. `digest` is xxh3-64 of the slot.
-    `seconds` is what the pull took on its host, reading, verifying and assembling.
+    `seconds` is what its pull took: planning, reading, verifying and assembling.
     """
 
     version: PolicyVersion

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-import msgspec
 import numpy as np
 import xxhash
 from monarch.actor import Actor, concurrent_endpoint
@@ -217,7 +216,10 @@ class Puller:
             sources = [session.arena.bytes[at : at + r.nbytes] for at, r in zip(starts, manifest.ranks, strict=False)]
             layout.assemble(planned, sources, slot.bytes)
             digest = xxhash.xxh3_64_intdigest(slot.bytes[: planned.nbytes])
-            staged = Staged(manifest.version, str(slot.file.path), slot.offset, planned.nbytes, digest, planned.tensors)
+            staged = Staged(
+                version=manifest.version, path=str(slot.file.path), offset=slot.offset, nbytes=planned.nbytes,
+                digest=digest, tensors=planned.tensors, seconds=time.perf_counter() - began,
+            )  # fmt: skip
             self._slots.stage(slot, staged, _identity(manifest))
         finally:
             with attempt.lock:
@@ -305,10 +307,8 @@ class PullerActor(Actor):
 
     @concurrent_endpoint
     async def pull(self, manifest: Manifest, deadline_s: float, holders: Sequence[str] = ()) -> Staged:
-        began = time.perf_counter()
         try:
-            staged = await self._puller.pull(manifest, deadline_s, holders)
-            return msgspec.structs.replace(staged, seconds=time.perf_counter() - began)
+            return await self._puller.pull(manifest, deadline_s, holders)
         except asyncio.CancelledError as error:  # escaping an endpoint it would silently kill the actor
             raise TransferError(f"the pull of version {manifest.version} was cancelled") from error
 
