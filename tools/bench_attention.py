@@ -38,7 +38,7 @@ def make_model(folder: Path) -> None:
 
 
 def serve(pipe, model: str, backend: str) -> None:
-    """One engine in a process of its own: answers (batch, temperature) with (tokens, seconds, CPU seconds)."""
+    """One engine in a process of its own: answers (prompts, sampling) with (tokens, seconds, CPU seconds)."""
     import psutil
     import sglang
     from sglang_cpu import engine_arguments
@@ -50,9 +50,7 @@ def serve(pipe, model: str, backend: str) -> None:
     scheduler = next(p for p in psutil.Process().children(recursive=True) if "scheduler" in " ".join(p.cmdline()))
     pipe.send("ready")
     while (order := pipe.recv()) is not None:
-        batch, temperature = order
-        prompts = [[(7 * i + 13 * j) % 900 + 3 for i in range(PROMPT)] for j in range(batch)]
-        sampling = {"temperature": temperature, "max_new_tokens": NEW, "ignore_eos": True}
+        prompts, sampling = order
         before, start = sum(scheduler.cpu_times()[:2]), time.perf_counter()
         replies = engine.generate(input_ids=prompts, sampling_params=sampling, return_logprob=True)
         seconds = time.perf_counter() - start
@@ -76,8 +74,9 @@ class Served:
             raise TimeoutError(f"the engine with {self.backend} gave no answer within {deadline_s:.0f} s")
         return self._pipe.recv()
 
-    def run(self, batch: int, temperature: float):
-        self._pipe.send((batch, temperature))
+    def run(self, prompts: list[list[int]], temperature: float, new: int = NEW):
+        """`new` tokens for each prompt: (token lists, seconds, the scheduler's CPU seconds)."""
+        self._pipe.send((prompts, {"temperature": temperature, "max_new_tokens": new, "ignore_eos": True}))
         return self.receive(ROUND_S)
 
     def stop(self) -> None:
@@ -98,11 +97,12 @@ class Served:
 def measure(engines: list[Served], batches: list[int], rounds: int, say) -> dict:
     results = {}
     for batch in batches:
-        greedy = [engine.run(batch, 0.0)[0] for engine in engines]
+        prompts = [[(7 * i + 13 * j) % 900 + 3 for i in range(PROMPT)] for j in range(batch)]
+        greedy = [engine.run(prompts, 0.0)[0] for engine in engines]
         best = {engine.backend: [float("inf"), float("inf")] for engine in engines}
         for _ in range(rounds):
             for engine in engines:
-                _, seconds, cpu = engine.run(batch, 1.0)
+                _, seconds, cpu = engine.run(prompts, 1.0)
                 best[engine.backend] = [min(a, b) for a, b in zip(best[engine.backend], (seconds, cpu), strict=True)]
         (wall, cpu), (new_wall, new_cpu) = (best[b] for b in BACKENDS)
         results[str(batch)] = row = {
@@ -142,7 +142,7 @@ def main() -> int:
                 say(f"starting SGLang with {backend}")
                 engines.append(Served(str(model), backend))
                 engines[-1].receive(START_S)
-                engines[-1].run(4, 1.0)
+                engines[-1].run([[3, 4, 5]] * 4, 1.0, new=4)
             results = measure(engines, options.batches, options.rounds, say)
         finally:
             for engine in engines:

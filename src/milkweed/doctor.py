@@ -62,7 +62,9 @@ def main(argv: list[str] | None = None) -> int:
 def _ask(*command: str, deadline_s: float = 20.0) -> str | None:
     """What a command prints, or None if it is not there, fails or passes its deadline."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=deadline_s, stdin=subprocess.DEVNULL, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout if done.returncode == 0 else None
@@ -293,33 +295,30 @@ def nixl(lane: str) -> Iterator[Finding]:
         finally:
             agent.close()
     except Exception as error:  # whatever its native library raises is what the report is for
-        yield Finding("nixl", str(error), WRONG, "pip install nixl-cu12==1.5.1, then pip install --no-deps nixl==1.5.1")
+        pins = locked(lane)
+        mend = " ".join(f"{name}=={pins[name]}" for name in ("nixl-cu12", "nixl") if name in pins)
+        yield Finding("nixl", str(error), WRONG, f"pip install --no-deps {mend}")
         return
     yield Finding("nixl", value)
-    scope = _read("/proc/sys/kernel/yama/ptrace_scope")
-    if scope not in ("", "0") and os.geteuid() != 0:
-        mend = "sysctl kernel.yama.ptrace_scope=0 lets NIXL copy between processes directly"
-        yield Finding(
-            "ptrace_scope", f"{scope}: processes here cannot read each other; NIXL falls back to TCP", NOTE, mend
-        )
 
 
 def bandwidth(lane: str) -> Iterator[Finding]:
-    """Bandwidth of the weight plane between two processes here, as it measures itself when a run starts."""
-    text = _ask(sys.executable, "-m", "milkweed.transfer.probe", "--json", deadline_s=120)
+    """What NIXL reaches between two processes of this machine; below its floor it is named, with the mend."""
+    from milkweed.errors import TransferError
+    from milkweed.transfer.probe import measure
+
     try:
-        measured = json.loads((text or "").strip().splitlines()[-1])
-        value = f"{measured['gb_per_s']:.1f} GB/s by {measured.get('transport', 'NIXL')}"
-        floor = float(measured.get("floor_gb_per_s", 0.5))
-    except (IndexError, ValueError, KeyError, TypeError):
-        mend = "run `python -m milkweed.transfer.probe` and read what it says"
-        yield Finding("bandwidth", "two processes could not read from each other by NIXL within 120 s", WRONG, mend)
+        probe = measure(deadline_s=90)
+    except TransferError as error:
+        mend = (
+            "unset UCX_TLS and UCX_NET_DEVICES, then `python -m milkweed.transfer.probe read 67108864 5 60` tells more"
+        )
+        yield Finding("bandwidth", str(error), WRONG, mend)
         return
-    if measured["gb_per_s"] < floor:
-        mend = "unset UCX_TLS and UCX_NET_DEVICES, allow ptrace between your processes, or wait for an idle machine"
-        yield Finding("bandwidth", f"{value}, below {floor:.1f}", NOTE, mend)
-    else:
-        yield Finding("bandwidth", value)
+    yield Finding("bandwidth", probe.line)
+    for warning in probe.warnings:
+        what, _, mend = warning.rpartition(": ")
+        yield Finding("bandwidth", what or warning, NOTE, mend if what else "")
 
 
 _IMPORTS = """
@@ -344,7 +343,7 @@ def imports(lane: str) -> Iterator[Finding]:
     command = [sys.executable, "-c", _IMPORTS, *names]
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=240, env=environment, stdin=subprocess.DEVNULL
+            command, capture_output=True, text=True, timeout=240, env=environment, stdin=subprocess.DEVNULL, check=False
         )
         printed, complaint = done.stdout, done.stderr
     except subprocess.TimeoutExpired as late:
