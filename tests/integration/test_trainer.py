@@ -1,0 +1,181 @@
+"""The trainer on the real TorchTitan: equal however it is cut, equal to transformers, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.stack
+SCENARIOS = Path(__file__).with_name("trainer_scenarios.py")
+SIZES = dict(
+    vocab_size=1024, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=512, rms_norm_eps=1e-5,
+)  # fmt: skip
+
+
+def make_model(folder: Path, family: str) -> Path:
+    """A model of random weights in transformers' own layout, biased and scaled so that no term is zero or one."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    stretched = {
+        "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }  # fmt: skip
+    config = {
+        "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=16),
+        "qwen3 tied": lambda: transformers.Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=True),
+        "llama tied": lambda: transformers.LlamaConfig(**SIZES, tie_word_embeddings=True),
+        "llama 3.1": lambda: transformers.LlamaConfig(**SIZES, rope_parameters=stretched),
+        "qwen2": lambda: transformers.Qwen2Config(**SIZES),
+        "moe": lambda: transformers.Qwen3MoeConfig(
+            **SIZES, head_dim=16, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True
+        ),
+    }[family]()
+    model = transformers.AutoModelForCausalLM.from_config(config).float()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.1)
+    model.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def run(scenario: str, model: Path, folder: Path, ranks: int) -> dict:
+    """The scenario's findings, from `ranks` processes; none is left afterwards."""
+    folder.mkdir(parents=True)
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    env = os.environ | {
+        "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks),
+    }  # fmt: skip
+    out = folder / "out.json"
+    processes, logs = [], [folder / f"rank{r}.log" for r in range(ranks)]
+    try:
+        for rank, log in enumerate(logs):
+            command = [sys.executable, str(SCENARIOS), scenario, str(model), str(out)]
+            with log.open("w") as file:
+                own = env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                processes.append(subprocess.Popen(command, env=own, stdout=file, stderr=subprocess.STDOUT))
+        codes = [p.wait(timeout=300) for p in processes]
+    finally:
+        for p in processes:
+            p.kill()
+            p.wait()
+    assert codes == [0] * ranks, "\n".join(log.read_text()[-3000:] for log in logs)
+    return json.loads(out.read_text())
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder, made = tmp_path_factory.mktemp("models"), {}
+
+    def get(family: str) -> Path:
+        if family not in made:
+            made[family] = make_model(folder / family.replace(" ", "-"), family)
+        return made[family]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def alone(models, tmp_path_factory) -> dict:
+    return run("alone", models("qwen3"), tmp_path_factory.mktemp("alone") / "run", 1)
+
+
+def assert_same_training(found: dict, one: dict) -> None:
+    for step in ("first", "second"):
+        assert found[step]["loss"] == pytest.approx(one[step]["loss"], abs=1e-5)
+        assert found[step]["grad_norm"] == pytest.approx(one[step]["grad_norm"], rel=1e-4)
+        for metric in ("entropy", "ratio"):
+            assert found[step][metric] == pytest.approx(one[step][metric], rel=1e-4)
+    assert found["logprobs"] == pytest.approx(one["logprobs"], rel=1e-6)
+    assert found["names"] == found["expected"]
+    assert found["published_once"] and found["values_right"]
+
+
+def test_two_ranks_train_as_one_however_the_model_is_cut(models, alone, tmp_path):
+    found = run("parallel", models("qwen3"), tmp_path / "run", 2)
+    for degrees in ("fsdp2", "tp2", "ddp2", "cp2"):
+        assert_same_training(found[degrees], alone["one"])
+    resumed = found["tp2_resumed"]
+    assert resumed["parameters_equal"] and resumed["metrics_equal"] and resumed["after_equal"]
+
+
+@pytest.mark.slow
+def test_four_ranks_train_as_one(models, alone, tmp_path):
+    found = run("four", models("qwen3"), tmp_path / "run", 4)
+    for degrees in ("hsdp", "fsdp2_tp2"):
+        assert_same_training(found[degrees], alone["one"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["moe", "llama tied"])
+def test_other_families_train_alike_on_two_ranks(family, models, tmp_path):
+    one = run("one", models(family), tmp_path / "one", 1)
+    found = run("parallel", models(family), tmp_path / "two", 2)
+    for degrees in ("fsdp2", "tp2", "ddp2", "cp2"):
+        assert_same_training(found[degrees], one["one"])
+
+
+def test_the_split_into_micro_batches_and_recomputation_change_nothing(alone):
+    for other in ("one_micro_batch", "recomputed"):
+        assert alone[other]["first"]["loss"] == pytest.approx(alone["one"]["first"]["loss"], abs=1e-6)
+        assert alone[other]["first"]["grad_norm"] == pytest.approx(alone["one"]["first"]["grad_norm"], rel=1e-5)
+    assert alone["bfloat16"]["first"]["loss"] == pytest.approx(alone["one"]["first"]["loss"], abs=2e-2)
+
+
+def test_resume_is_bitwise_and_keeps_the_controllers_state(alone):
+    resumed = alone["resumed"]
+    assert resumed["state"] == {"step": 2, "again": True}
+    assert resumed["version"] == "1.2"
+    assert resumed["parameters_equal"] and resumed["metrics_equal"] and resumed["after_equal"]
+    assert resumed["lr"] == pytest.approx(2e-2 * 3 / 4)
+
+
+def test_a_step_that_cannot_be_taken_is_refused_and_changes_nothing(alone):
+    refused = alone["refused"]
+    assert "loss is nan" in refused["nan"]
+    assert "micro-batch 2" in refused["inf in one micro-batch"]
+    assert "gradient norm is nan" in refused["gradient"]
+    assert "ZeroDivisionError" in refused["raises"]
+    assert "does not depend on the policy" in refused["constant"]
+    assert "a loss returns a tensor" in refused["shape"]
+    assert alone["unchanged"]
+    assert alone["nothing trained"]["applied"] == 0 and alone["still unchanged"]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3 tied", "llama tied", "llama 3.1", "qwen2", "moe"])
+def test_logits_equal_those_of_transformers_before_and_after_export(family, models, tmp_path):
+    import torch
+    import transformers
+    from trainer_scenarios import packed_batch
+
+    from milkweed.training.config import TrainerConfig
+    from milkweed.training.rank import TrainerRank
+
+    batch = packed_batch(rows=2, seq=96, temperature=1.0)
+    rank = TrainerRank(str(models(family)), TrainerConfig(seq_len=96, lr=1e-2))
+    for folder in (models(family), tmp_path / "exported"):
+        if not folder.exists():
+            rank.update(batch, lambda batch, policy: -policy.logprobs)
+            rank.export(str(folder))
+            assert (folder / "tokenizer.json").exists()
+        with torch.no_grad():
+            ours = rank.forward(batch).logits()
+            theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+            for segment in range(int(batch.segments.max()) + 1):
+                at = (batch.segments == segment).nonzero(as_tuple=True)
+                expected = theirs(batch.tokens[at][None]).logits[0]
+                # ours are token-aligned: what predicts a token stands at that token
+                assert (ours[at][1:] - expected[:-1]).abs().max() < 2e-5 * max(1.0, expected.abs().max())
+    assert math.isfinite(float(ours.sum()))
