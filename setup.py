@@ -19,7 +19,9 @@ class BuildWithFiles(build_py):
             for folder, name in SHIPPED.items():
                 target = Path(self.build_lib, "milkweed", name)
                 shutil.rmtree(target, ignore_errors=True)
-                shutil.copytree(folder, target, ignore=shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints", "*.pyc"))
+                shutil.copytree(
+                    folder, target, ignore=shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints", "*.pyc")
+                )
 
 
 setup(cmdclass={"build_py": BuildWithFiles})

@@ -60,7 +60,9 @@ class Probe(Actor):
         self.semaphore = multiprocessing.get_context("spawn").Semaphore(1)
         Path(f"/dev/shm/mw-{os.environ['MILKWEED_TOKEN']}-slot").write_bytes(b"x" * 64)
         Path(tempfile.mkdtemp(), "left").write_text("x")
-        return subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"], start_new_session=True).pid
+        return subprocess.Popen(
+            [sys.executable, "-S", "-c", "import time; time.sleep(600)"], start_new_session=True
+        ).pid
 
 
 class Parallel(Actor):
@@ -78,10 +80,16 @@ def test_a_replica_answers_fails_and_is_replaced(tmp_path: Path) -> None:
             pair = await fleet.spawn("trainer", 0, Probe, procs=2, env={"EXTRA": "e"}, distributed=True)
             said = await pair.call("where", deadline_s=10)
             assert [s["RANK"] for s in said] == ["0", "1"] and {s["WORLD_SIZE"] for s in said} == {"2"}
-            assert [int(s["pid"]) for s in said] == pair.pids and said[0]["EXTRA"] == "e" and said[0]["OMP_NUM_THREADS"] == "1"
+            assert (
+                [int(s["pid"]) for s in said] == pair.pids
+                and said[0]["EXTRA"] == "e"
+                and said[0]["OMP_NUM_THREADS"] == "1"
+            )
             assert (await pair.call_one("where", rank=1, deadline_s=10))["RANK"] == "1"
 
-            with pytest.raises(RemoteError, match="trainer0 raised: fail raised TransferError: the arena is full") as raised:
+            with pytest.raises(
+                RemoteError, match="trainer0 raised: fail raised TransferError: the arena is full"
+            ) as raised:
                 await pair.call_one("fail", deadline_s=10)
             assert isinstance(raised.value.__cause__, TransferError) and "monarch/_src" not in str(raised.value)
             with pytest.raises(RemoteError, match="cancelled"):
@@ -109,7 +117,11 @@ def test_a_replica_answers_fails_and_is_replaced(tmp_path: Path) -> None:
             assert not any(_alive(pid) for pid in others)
 
             for mode, error, words in [
-                ("raise", RemoteError, "trainer0 refused: the constructor of Probe raised ValueError: no such model folder"),
+                (
+                    "raise",
+                    RemoteError,
+                    "trainer0 refused: the constructor of Probe raised ValueError: no such model folder",
+                ),
                 ("exit", PeerDied, r"trainer0 refused: process \d+ \(rank 0\) ended(.|\n)*about to leave"),
                 ("hang", DeadlineExceeded, "trainer0 refused: the constructor of Probe gave no answer"),
             ]:
@@ -213,7 +225,9 @@ def test_leftovers_of_a_dead_run_are_swept_at_the_next_start(tmp_path: Path) -> 
     script = tmp_path / "controller.py"
     script.write_text(CONTROLLER.format(tests=str(Path(__file__).parent)))
     with (tmp_path / "err").open("w") as err:
-        controller = subprocess.Popen([sys.executable, str(script), "wait"], stdout=subprocess.PIPE, stderr=err, text=True)
+        controller = subprocess.Popen(
+            [sys.executable, str(script), "wait"], stdout=subprocess.PIPE, stderr=err, text=True
+        )
     assert controller.stdout is not None
     words = controller.stdout.readline().split()
     assert words[:1] == ["UP"], (tmp_path / "err").read_text()

@@ -45,7 +45,8 @@ def test_flags_set_fields_of_every_kind() -> None:
     got = config.from_args(
         Recipe,
         "--steps 10 --model=/m/3 --lr 1e-4 --loss dapo --no-evaluate --limit 5 --note 12 --sampling.temperature 0 "
-        "--options.depth 3".split() + ["--sampling.stop", '["a", "b"]'],
+        "--options.depth 3".split()
+        + ["--sampling.stop", '["a", "b"]'],
     )
     assert got == Recipe(
         steps=10, model="/m/3", lr=1e-4, loss="dapo", evaluate=False, limit=5, note="12",
@@ -84,7 +85,7 @@ def test_help_shows_every_field_with_its_words_and_default(capsys: pytest.Captur
 
 def test_mistaken_flags_are_explained() -> None:
     assert "option --stpes: unknown key 'stpes': did you mean 'steps'?" in refuse("--stpes", "3")
-    assert "option --steps: steps = \"ten\": expected `int`, got `str`" in refuse("--model", "m", "--steps", "ten")
+    assert 'option --steps: steps = "ten": expected `int`, got `str`' in refuse("--model", "m", "--steps", "ten")
     assert "'grop'; did you mean 'grpo'? choose one of grpo, dapo" in refuse("--model", "m", "--loss", "grop")
     assert "'model' is missing" in refuse("--steps", "3")
     assert "option --steps needs a value" in refuse("--steps")
@@ -104,7 +105,7 @@ def test_mistakes_in_a_file_name_the_line(tmp_path: Path) -> None:
     assert f"{file}:3: unknown key 'temprature' in [sampling]: did you mean 'temperature'?" in refused(
         'model = "m"\n[sampling]\ntemprature = 1\n'
     )
-    assert f"{file}:2: steps = \"3\": expected `int`" in refused('model = "m"\nsteps = "3"\n')
+    assert f'{file}:2: steps = "3": expected `int`' in refused('model = "m"\nsteps = "3"\n')
     assert "not valid TOML" in refused("model = ")
     with pytest.raises(ConfigError, match="no such file"):
         config.load(Recipe, tmp_path / "absent.toml")
@@ -114,7 +115,12 @@ def test_mistakes_in_a_file_name_the_line(tmp_path: Path) -> None:
 
 def test_shipped_meshes_are_what_they_say() -> None:
     local, node = config.load_mesh("local"), config.load_mesh("node8")
-    assert (local.device, local.trainer.procs, local.rollout.replicas, local.place("rollout", 0).gpus) == ("cpu", 1, 1, ())
+    assert (local.device, local.trainer.procs, local.rollout.replicas, local.place("rollout", 0).gpus) == (
+        "cpu",
+        1,
+        1,
+        (),
+    )
     assert node.trainer.procs == 4 and node.place("trainer", 0).gpus == (0, 1, 2, 3)
     assert [node.place("rollout", i).gpus for i in range(4)] == [(4,), (5,), (6,), (7,)]
     assert node.place("reference", 0).gpus == node.place("trainer", 0).gpus

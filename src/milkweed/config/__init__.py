@@ -1,6 +1,15 @@
-"""Configuration as msgspec structs, read from TOML, overrides and flags, with errors that name the key, its place and the mend."""
+"""Configuration as msgspec structs, read from TOML, overrides and flags; errors name the key, its place and the mend."""
 
-from milkweed.config.mesh import EngineConfig, HostsConfig, MeshConfig, Place, RewardConfig, TrainerConfig, load_mesh, mesh_files
+from milkweed.config.mesh import (
+    EngineConfig,
+    HostsConfig,
+    MeshConfig,
+    Place,
+    RewardConfig,
+    TrainerConfig,
+    load_mesh,
+    mesh_files,
+)
 from milkweed.config.reading import build, field_docs, from_args, load, to_toml, usage
 
 __all__ = [

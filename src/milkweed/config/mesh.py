@@ -37,8 +37,8 @@ class Place(msgspec.Struct, frozen=True):
             have = [v.strip() for v in visible.split(",") if v.strip()]
             if self.gpus and max(self.gpus) >= len(have):
                 raise ConfigError(
-                    f"the mesh puts a replica on GPU {max(self.gpus)}, but CUDA_VISIBLE_DEVICES={visible!r} holds {len(have)}: "
-                    "unset it or lower hosts.gpus"
+                    f"the mesh puts a replica on GPU {max(self.gpus)}, but CUDA_VISIBLE_DEVICES={visible!r} "
+                    f"holds {len(have)}: unset it or lower hosts.gpus"
                 )
             names = [have[g] for g in self.gpus]
         return env | {"CUDA_VISIBLE_DEVICES": ",".join(names)}
@@ -106,7 +106,7 @@ class MeshConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hosts: HostsConfig = HostsConfig()
     trainer: TrainerConfig = TrainerConfig()
     reference: TrainerConfig | None = None
-    """Its own processes and devices; absent, a recipe that needs one gets the trainer's degrees on the trainer's devices."""
+    """Its own processes and devices; absent, a recipe that needs one gets the trainer's degrees and devices."""
     rollout: EngineConfig = EngineConfig()
     reward: RewardConfig = RewardConfig()
     origin: str = "this mesh"
@@ -137,7 +137,9 @@ class MeshConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 + "; only 'local' (processes on this machine) is",
             )
         if self.hosts.orphan_grace_s != 0:
-            raise self._wrong("hosts.orphan_grace_s", f"{self.hosts.orphan_grace_s:g} is not supported by this version; set it to 0")
+            raise self._wrong(
+                "hosts.orphan_grace_s", f"{self.hosts.orphan_grace_s:g} is not supported by this version; set it to 0"
+            )
         for table in ("hosts", "trainer", "reference", "rollout", "reward"):
             part = getattr(self, table)
             for key in part.__struct_fields__ if part is not None else ():
@@ -148,10 +150,12 @@ class MeshConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.device == "cuda" and self.hosts.gpus == 0:
             raise self._wrong("hosts.gpus", "device is 'cuda', so say how many GPUs each host has")
         if self.device == "cpu" and self.hosts.gpus:
-            raise self._wrong("hosts.gpus", f"{self.hosts.gpus}, but device is 'cpu'; set device = \"cuda\" or leave gpus out")
+            raise self._wrong(
+                "hosts.gpus", f"{self.hosts.gpus}, but device is 'cpu'; set device = \"cuda\" or leave gpus out"
+            )
 
     def _layout(self) -> dict[tuple[str, int], Place]:
-        """Every replica's place. Roles take GPUs in the order trainer, reference, rollout; one replica stays on one host."""
+        """Every replica's place. GPUs go to trainer, reference, rollout, in this order; a replica stays on one host."""
         cpu = self.device == "cpu"
         free = [list(range(h * self.hosts.gpus, (h + 1) * self.hosts.gpus)) for h in range(self.hosts.count)]
         found: dict[tuple[str, int], Place] = {}
@@ -171,7 +175,7 @@ class MeshConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise self._wrong(
                 key,
                 f"{role}{index} needs {gpus} GPU{'s' * (gpus > 1)} of one host; {taken} of {have} are taken "
-                f"(hosts.count {self.hosts.count} x hosts.gpus {self.hosts.gpus}): lower a degree or {key}, or add GPUs",
+                f"(hosts.count {self.hosts.count} x hosts.gpus {self.hosts.gpus}): lower a degree or {key} or add GPUs",
             )
 
         put("trainer", 0, self.trainer.procs, self.trainer.threads)
@@ -198,7 +202,11 @@ def shipped(folder: str) -> Path:
     """A top-level folder of the project (`meshes`, `recipes`), which a wheel carries inside the package."""
     package = Path(__file__).resolve().parents[1]
     checkout = package.parents[1]
-    return checkout / folder if (checkout / "pyproject.toml").is_file() and package.parent.name == "src" else package / folder
+    return (
+        checkout / folder
+        if (checkout / "pyproject.toml").is_file() and package.parent.name == "src"
+        else package / folder
+    )
 
 
 def load_mesh(path_or_name: str | Path = "local", overrides: tuple[str, ...] | list[str] = ()) -> MeshConfig:
@@ -208,6 +216,8 @@ def load_mesh(path_or_name: str | Path = "local", overrides: tuple[str, ...] | l
         names = sorted(f.stem for f in mesh_files().glob("*.toml"))
         if str(path_or_name) not in names:
             hint = reading.suggest(str(path_or_name), names)
-            raise ConfigError(f"no mesh named {str(path_or_name)!r}: {hint}give a .toml file or one of {', '.join(names)}")
+            raise ConfigError(
+                f"no mesh named {str(path_or_name)!r}: {hint}give a .toml file or one of {', '.join(names)}"
+            )
         path = mesh_files() / f"{path_or_name}.toml"
     return reading.load(MeshConfig, path, [f"origin={path}", *overrides])

@@ -1,6 +1,7 @@
 """Configuration as msgspec structs: from TOML, from `a.b=value` overrides, from command-line flags.
 
-A field's help is the string literal below it. Every error is a ConfigError that names the key, where it stands and what to write instead.
+A field's help is the string literal below it. Every error is a ConfigError that names the key, where it stands and
+what to write instead.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ def from_args(cls: type[C], argv: Sequence[str] | None = None, doc: str | None =
     while args:
         arg = args.pop(0)
         if not arg.startswith("--"):
-            raise ConfigError(f"argument {arg!r}: options start with --; {suggest(arg, _keys(cls), prefix='--')}see --help")
+            raise ConfigError(
+                f"argument {arg!r}: options start with --; {suggest(arg, _keys(cls), prefix='--')}see --help"
+            )
         flag, given, raw = arg[2:].partition("=")
         key = flag.replace("-", "_")
         if key == "config":
@@ -139,7 +142,11 @@ def field_docs(cls: type) -> dict[str, str]:
         body = tree.body[0].body if tree.body and isinstance(tree.body[0], ast.ClassDef) else []
         for field, below in zip(body, body[1:], strict=False):
             if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-                if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str):
+                if (
+                    isinstance(below, ast.Expr)
+                    and isinstance(below.value, ast.Constant)
+                    and isinstance(below.value.value, str)
+                ):
                     found[field.target.id] = " ".join(below.value.value.split())
     return found
 
@@ -305,7 +312,9 @@ def _keys(cls: type[msgspec.Struct]) -> list[str]:
     return [key for key, *_ in _fields(cls)]
 
 
-def _fields(cls: type[msgspec.Struct], above: str = "", shown: Any = msgspec.NODEFAULT) -> list[tuple[str, Any, str, str]]:
+def _fields(
+    cls: type[msgspec.Struct], above: str = "", shown: Any = msgspec.NODEFAULT
+) -> list[tuple[str, Any, str, str]]:
     """(dotted key, type, default for people, help) of every field that is not a table itself. `shown` is the instance
     whose values are the defaults, where a table has one."""
     rows: list[tuple[str, Any, str, str]] = []
@@ -314,7 +323,9 @@ def _fields(cls: type[msgspec.Struct], above: str = "", shown: Any = msgspec.NOD
         kind, inner = hints[f.name], _struct(hints[f.name])
         value = _default(f) if shown is msgspec.NODEFAULT else getattr(shown, f.name)
         if inner is not None:
-            rows += _fields(inner, f"{above}{f.name}.", value if isinstance(value, msgspec.Struct) else msgspec.NODEFAULT)
+            rows += _fields(
+                inner, f"{above}{f.name}.", value if isinstance(value, msgspec.Struct) else msgspec.NODEFAULT
+            )
             continue
         default = "(required)" if value is msgspec.NODEFAULT else f"(default {value})"
         rows.append((above + f.name, kind, default, docs.get(f.name, "")))
@@ -340,7 +351,9 @@ def _example(cls: type[msgspec.Struct]) -> str:
 
 
 def _toml(values: dict[str, Any], above: str) -> str:
-    plain = [f"{_toml_key(k)} = {_toml_value(v)}" for k, v in values.items() if not isinstance(v, dict) and v is not None]
+    plain = [
+        f"{_toml_key(k)} = {_toml_value(v)}" for k, v in values.items() if not isinstance(v, dict) and v is not None
+    ]
     parts = ["\n".join(plain)] if plain else []
     for key, value in values.items():
         if isinstance(value, dict):
@@ -360,4 +373,8 @@ def _toml_value(value: Any) -> str:
         return "{" + ", ".join(f"{_toml_key(k)} = {_toml_value(v)}" for k, v in value.items()) + "}"
     if isinstance(value, float) and value != value:
         return "nan"
-    return json.dumps(value) if not isinstance(value, float) or abs(value) != float("inf") else ("inf" if value > 0 else "-inf")
+    return (
+        json.dumps(value)
+        if not isinstance(value, float) or abs(value) != float("inf")
+        else ("inf" if value > 0 else "-inf")
+    )

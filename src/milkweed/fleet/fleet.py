@@ -105,7 +105,15 @@ class Fleet:
         self._by_uid[uid] = replica
         end = time.monotonic() + deadline_s
         try:
-            await self._bring_up(replica, actor_class, args, procs, place.environment(os.environ.get("CUDA_VISIBLE_DEVICES")) | (env or {}), distributed, end)
+            await self._bring_up(
+                replica,
+                actor_class,
+                args,
+                procs,
+                place.environment(os.environ.get("CUDA_VISIBLE_DEVICES")) | (env or {}),
+                distributed,
+                end,
+            )
         except FleetError as error:
             await replica.stop()
             lines = f"\n{replica.last_lines()}" if isinstance(error, DeadlineExceeded) else ""
@@ -117,9 +125,20 @@ class Fleet:
         return replica
 
     async def _bring_up(
-        self, replica: Replica, actor_class: type, args: tuple[Any, ...], procs: int, env: dict[str, str], distributed: bool, end: float
+        self,
+        replica: Replica,
+        actor_class: type,
+        args: tuple[Any, ...],
+        procs: int,
+        env: dict[str, str],
+        distributed: bool,
+        end: float,
     ) -> None:
-        own = {processes.REPLICA_VAR: replica.uid, processes.HOST_VAR: replica.host.name, "MILKWEED_LOG": str(replica.log)}
+        own = {
+            processes.REPLICA_VAR: replica.uid,
+            processes.HOST_VAR: replica.host.name,
+            "MILKWEED_LOG": str(replica.log),
+        }
         command = monarch_compat.replica_command(sys.executable, self.environment() | env | own)
 
         async def within(answer: Any, what: str) -> Any:
@@ -205,7 +224,11 @@ class Fleet:
 def _import_path() -> list[str]:
     """The folders from which this process imports, beyond the environment's own: replicas import the same code."""
     standard = Path(sysconfig.get_path("stdlib")).resolve()
-    own = {standard, standard / "lib-dynload", *(Path(p).resolve() for p in [*site.getsitepackages(), site.getusersitepackages()])}
+    own = {
+        standard,
+        standard / "lib-dynload",
+        *(Path(p).resolve() for p in [*site.getsitepackages(), site.getusersitepackages()]),
+    }
     folders = [*(Path(p or ".").resolve() for p in sys.path), Path(__file__).resolve().parents[2]]
     return [str(f) for f in dict.fromkeys(folders) if f.is_dir() and f not in own]
 

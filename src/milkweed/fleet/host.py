@@ -1,4 +1,4 @@
-"""One host of a fleet as the controller sees it: its keeper process, the worker under it, and what the keeper reports."""
+"""One host of a fleet as the controller sees it: its keeper, the worker under it, and what the keeper reports."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ SERVE = "import sys; from milkweed.fleet.monarch_compat import serve_host; serve
 class Host:
     """`index` in the mesh, `log` of the keeper and the worker, `mesh` (Monarch's host mesh), `lost` once it is gone.
 
-    A thread reads the keeper's reports, so that leftovers of a killed keeper are swept even while the controller's loop is busy.
+    A thread reads the keeper's reports, so that leftovers of a killed keeper are swept even while the controller's loop
+    is busy.
     """
 
     def __init__(self, index: int, folder: Path, token: str, log: Path) -> None:
@@ -68,7 +69,9 @@ class Host:
                 raise PeerDied(self.name, "refused", f"{self.lost}\n{tail(self.log)}")
             if not ready.done() and asyncio.get_running_loop().time() > end:
                 raise DeadlineExceeded(
-                    self.name, "refused", f"the worker did not come up in {deadline_s:g} s; see {self.log}\n{tail(self.log)}"
+                    self.name,
+                    "refused",
+                    f"the worker did not come up in {deadline_s:g} s; see {self.log}\n{tail(self.log)}",
                 )
         try:
             ready.result()

@@ -1,12 +1,13 @@
 """The keeper of one host: a small process that owns every process of a fleet there and lets none outlive it.
 
-Run by path as `keeper.py FOLDER TOKEN HOST CONTROLLER_PID CONTROLLER_STARTED COMMAND...` with the standard library only.
+Run by path as `keeper.py FOLDER TOKEN HOST CONTROLLER_PID CONTROLLER_STARTED COMMAND...`; standard library only.
 
 It is a subreaper: what loses its parent becomes its child. It holds a lease, the pipe on its standard input, and
-watches the controller's process as well (a fork of the controller may hold the pipe open). When either ends, or it is told to stop,
-it kills all descendants, removes what they left in /dev/shm and the folder, and exits. Lines of JSON come in
-(`{"watch": name, "pids": []}`, `{"kill": name}`, `{"stop": true}`) and go out (`{"up": pid}`, `{"exit": name, "pid": n, "how": words}`,
-`{"killed": name, "count": n}`, `{"host_exit": how}`, `{"bye": true}`).
+watches the controller's process as well (a fork of the controller may hold the pipe open). When either ends, or it is
+told to stop, it kills all descendants, removes what they left in /dev/shm and the folder, and exits.
+
+Lines of JSON come in: `{"watch": name, "pids": []}`, `{"kill": name}`, `{"stop": true}`; and go out: `{"up": pid}`,
+`{"exit": name, "pid": n, "how": words}`, `{"killed": name, "count": n}`, `{"host_exit": how}`, `{"bye": true}`.
 """
 
 from __future__ import annotations
@@ -51,7 +52,10 @@ class Keeper:
         self.controller = self.open(controller, started)
         # a child that outlived the keeper would be nobody's: the kernel kills the worker, which kills its own
         self.worker = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=sys.stderr, preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=sys.stderr,
+            preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL),
         )
         self.say(up=self.worker.pid)
 
@@ -85,7 +89,10 @@ class Keeper:
         self.poll.register(wake, select.POLLIN)
         looked = 0.0
         while not self.ended:
-            for fd, _ in self.poll.poll(int(LOOK_EVERY_S * 1000)):
+            ready = self.poll.poll(int(LOOK_EVERY_S * 1000))
+            # first the worker: where it died, its replicas died of that, and not each for a cause of its own
+            self.collect()
+            for fd, _ in ready if not self.ended else ():
                 if fd == 0:
                     self.listen()
                 elif fd == self.controller:
@@ -94,7 +101,6 @@ class Keeper:
                     os.read(wake, 4096)
                 elif fd in self.watched:
                     self.gone(fd)
-            self.collect()
             if time.monotonic() - looked > LOOK_EVERY_S:
                 looked = time.monotonic()
                 self.look()

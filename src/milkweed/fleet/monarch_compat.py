@@ -1,7 +1,7 @@
 """The one place that knows Monarch: its environment, its private parts, its errors. Read from Monarch 0.7.0.
 
-Importing this module imports Monarch (not torch) with the environment it should read. Deaths are seen by the keepers, in
-milliseconds; Monarch's own checks come second and are patient, since a process busy in Python cannot answer them.
+Importing this module imports Monarch (not torch) with the environment it should read. Deaths are seen by the keepers,
+in milliseconds; Monarch's own checks come second and are patient, since a process busy in Python cannot answer them.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ def check_version() -> None:
     found = version("torchmonarch")
     if found.split("+")[0] != MONARCH_VERSION:
         raise ConfigError(
-            f"torchmonarch {found} is installed; milkweed needs {MONARCH_VERSION}: pip install torchmonarch=={MONARCH_VERSION}"
+            f"torchmonarch {found} is installed, milkweed needs {MONARCH_VERSION}: "
+            f"pip install torchmonarch=={MONARCH_VERSION}"
         )
 
 
@@ -113,8 +114,8 @@ def open_context(folder: os.PathLike[str]) -> None:
 
 
 def _close_context() -> None:
-    """Before Monarch's own exit handler, which does the same (once) and prints a traceback if a stopped fleet's hosts do
-    not answer in time. They are dead: there is nothing to wait for or to tell."""
+    """Before Monarch's own exit handler, which does the same (once) and prints a traceback if a stopped fleet's hosts
+    do not answer in time. They are dead: there is nothing to wait for or to tell."""
     with contextlib.suppress(TimeoutError):
         monarch.actor.shutdown_context(host_timeout=0.1).get(timeout=0.5)
 

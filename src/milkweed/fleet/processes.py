@@ -22,7 +22,7 @@ HOST_VAR = "MILKWEED_HOST"
 REPLICA_VAR = "MILKWEED_REPLICA"
 SHM = Path("/dev/shm")
 FOLDER_PREFIX = "milkweed-"
-# Names that libraries give to shared memory on their own. Such a file is removed only if a process that we kill maps it.
+# Names that libraries give to shared memory on their own; removed only where a process that we kill maps the file.
 LIBRARY_SHM = ("sem.mp-", "psm_", "torch_", "sglang_", "ucx_shm_", "nccl-")
 
 

@@ -119,7 +119,9 @@ class Replica:
         if self.failure is not None:
             raise self.failure
         raise DeadlineExceeded(
-            self.name, "hung", f"{what} gave no answer within {deadline_s:g} s; it may be stopped, stuck or slow; see {self.log}"
+            self.name,
+            "hung",
+            f"{what} gave no answer within {deadline_s:g} s; it may be stopped, stuck or slow; see {self.log}",
         )
 
     def _send(

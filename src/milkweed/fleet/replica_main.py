@@ -1,4 +1,4 @@
-"""The first code of every process of a replica: redirects its output, names its semaphores, then becomes a Monarch proc.
+"""The first code of every process of a replica: redirects its output, names its semaphores, becomes a Monarch proc.
 
 It runs before Monarch and before any actor, so that a failing import is found in the replica's log too.
 """
