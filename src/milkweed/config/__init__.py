@@ -1,4 +1,4 @@
-"""Configuration as msgspec structs, read from TOML, overrides and flags; errors name the key, its place and the mend."""
+"""Configuration as msgspec structs, from TOML, overrides and flags; errors name the key, its place and the mend."""
 
 from milkweed.config.mesh import (
     EngineConfig,
