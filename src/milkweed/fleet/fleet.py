@@ -213,6 +213,8 @@ class Fleet:
         if replica is not None:
             rank = replica.pids.index(pid)
             replica.fail(replica.died(f"process {pid} (rank {rank}) ended {how}".rstrip()))
+            # its other ranks wait for this one, its children for nobody: none may hold memory or a GPU until `stop`
+            replica.host.kill_soon(uid)
 
     def _host_gone(self, host: Host, why: str) -> None:
         self.heard(why)

@@ -82,6 +82,10 @@ class Host:
         """Report (`on_exit`) as soon as one of these processes ends."""
         self._order(watch=name, pids=pids)
 
+    def kill_soon(self, name: str) -> None:
+        """Order the end of a replica's processes without waiting for it. Any thread."""
+        self._order(kill=name)
+
     async def kill(self, name: str, deadline_s: float = 5.0) -> None:
         """Kill every process of a replica, its children too. Returns once they are gone, or at the deadline: what
         is left then is killed when the host stops."""
