@@ -104,6 +104,20 @@ def test_R11_bold(text):
         ("0.33", "1/3"),
         ("12", "1 2"),
         ("5 cm", "5 m"),
+        ("5 apples", "5 pears"),
+        ("1/0", "2/0"),
+        ("1e-10", "1e-11"),
+        ("e^{-100}", "0"),
+        ("2/3", "0.67"),
+        ("i", "-i"),
+        ("x>3", r"x\ge 3"),
+        (r"(-\infty,3)", r"(-\infty,3]"),
+        (r"(1,2)\cup(3,4)", "(1,4)"),
+        ("a=1, b=2", "a=2, b=1"),
+        ("ABC", "CAB"),
+        ("5, 6", "5"),
+        ("$5$ and $6$", "5"),
+        ("9^9^9^9", "9"),
         ("", ""),
     ],
 )
@@ -137,6 +151,11 @@ def test_R14_R16_equal_for_positive_variables_both_ways(a, b):
         ("ln(e^2)", "2"),
         ("3*sqrt(2)", r"3\sqrt{2}"),
         ("2x + 1", "1 + 2*x"),
+        ("i^2", "-1"),
+        ("2+3*i", "3i + 2"),
+        ("abs(-3)", "3"),
+        ("e^{i\\pi}", "-1"),
+        ("exp(x+1)", "e \\cdot e^x"),
     ],
 )
 def test_R15_expressions_as_people_type_them(a, b):
@@ -171,6 +190,19 @@ def test_R15_expressions_as_people_type_them(a, b):
         ("0.333333", "1/3"),
         (r"2\cdot 10^5", "200000"),
         ("Yes", "yes"),
+        ("\u00bd", "1/2"),
+        ("3\u00bd", "3.5"),
+        ("\u221a2", r"\sqrt{2}"),
+        ("x\u00b2", "x^2"),
+        (r"0.\overline{3}", "1/3"),
+        ("5 apples", "5"),
+        ("50 percent", "50%"),
+        (r"\{-1, 1\}", r"\pm 1"),
+        ("a=1, b=2", "b=2, a=1"),
+        ("(x,y)=(2,3)", "(2, 3)"),
+        ("3x+4y=12", "y = 3 - 3x/4"),
+        (r"(-\infty,1)\cup(2,\infty)", r"(2,\infty)\cup(-\infty,1)"),
+        (r"\begin{bmatrix} 1 \\ 2 \end{bmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
     ],
 )
 def test_R18_the_same_answer_written_otherwise(a, b):
@@ -292,7 +324,15 @@ def test_R23_bad_programs_end_and_are_named(program, status):
 def test_R23_closing_stdout_and_faking_the_answer_pass_nothing():
     closed = "import os, sys\nsys.stdout.close(); os.close(1)\ndef f(): return 1"
     assert code_tests(closed, ["assert f() == 1", "assert f() == 2"]) == 0.5
-    forged = "import os\nfor fd in range(3, 20):\n    try: os.write(fd, b'{\"word\": \"\", \"value\": true}\\n' * 3)\n    except OSError: pass\nos._exit(0)"
+    forged = """
+import os
+for fd in range(3, 20):
+    try:
+        os.write(fd, b'{"word": "", "value": true}\\n' * 3)
+    except OSError:
+        pass
+os._exit(0)
+"""
     assert code_tests(forged, ["assert False"] * 2) == 0.0
 
 

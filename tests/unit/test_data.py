@@ -196,6 +196,22 @@ def test_a_chat_renders_with_the_models_own_template(model):
     assert chat.decode(trained) == "4"
 
 
+def test_ids_are_those_that_transformers_gives(model):
+    from transformers import PreTrainedTokenizerFast
+
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(model / "tokenizer.json"), eos_token="<|im_end|>")
+    theirs.chat_template = TEMPLATE
+    messages = [
+        {"role": "system", "content": "Be terse.\n"},
+        {"role": "user", "content": " 2+2? <b>&amp;</b> "},
+        {"role": "assistant", "content": "4"},
+        {"role": "user", "content": "sure?\n\n"},
+    ]
+    for prompt in (True, False):
+        expected = theirs.apply_chat_template(messages, add_generation_prompt=prompt, return_dict=False)
+        assert Chat(model).ids(messages, add_generation_prompt=prompt) == expected
+
+
 def test_T8_no_character_of_a_message_is_stripped(model):
     text = Chat(model).text([{"role": "user", "content": "  a \n"}], add_generation_prompt=False)
     assert text == "<|im_start|>user\n  a \n<|im_end|>\n"

@@ -53,8 +53,8 @@ def pack(
     multiple: int | None = None,
     temperature: float | None = None,
 ) -> Batch:
-    """Pack into rows of `row_len` tokens by best fit, longest first; no trajectory is cut. `row_len` 0 takes the longest
-    trajectory's length, rounded up to a multiple of 64.
+    """Pack into rows of `row_len` tokens by best fit, longest first; no trajectory is cut. `row_len` 0 takes the
+    longest trajectory's length, rounded up to a multiple of 64.
 
     Everything given per trajectory (`advantages`, `groups`, `sequences`, the lists in `extra`) is in the order of
     `trajectories`. `advantages`: one number each, or one a token (as long as its `token_ids`); with them, a
@@ -75,7 +75,8 @@ def pack(
     import torch
 
     n = len(trajectories)
-    for name, given in (("advantages", advantages), ("groups", groups), ("sequences", sequences), *(extra or {}).items()):
+    lists = {"advantages": advantages, "groups": groups, "sequences": sequences, **(extra or {})}
+    for name, given in lists.items():
         if given is not None and len(given) != n:
             raise DataError(f"pack: {n} trajectories, {len(given)} {name}")
     if row_len < 0:
@@ -117,8 +118,8 @@ def pack(
         return torch.from_numpy(out.reshape(rows, width))
 
     tensors = {
-        name: spread(_aligned(name, [lists[i] for i in kept], chosen, total), np.float32)
-        for name, lists in (extra or {}).items()
+        name: spread(_aligned(name, [values[i] for i in kept], chosen, total), np.float32)
+        for name, values in (extra or {}).items()
     }
     return Batch(
         tokens=spread(_flat((t.token_ids for t in chosen), total, np.int64), np.int64),

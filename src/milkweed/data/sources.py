@@ -21,7 +21,9 @@ OPERATIONS: dict[str, Callable[[int, int], int]] = {
 }
 
 
-def from_list(items: Iterable[Prompt | Mapping[str, Any] | tuple[Any, Any] | str], *, name: str = "list") -> list[Prompt]:
+def from_list(
+    items: Iterable[Prompt | Mapping[str, Any] | tuple[Any, Any] | str], *, name: str = "list"
+) -> list[Prompt]:
     """Prompts from values in hand: a `Prompt`, `(question, answer)`, a question, or a mapping with `prompt` (or
     `messages`) and optionally `answer`, `id`, `info`.
 

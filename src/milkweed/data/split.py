@@ -45,7 +45,7 @@ def split(
     keyed = [(key(p), p) for p in prompts]
     if isinstance(held_out, float):
         if not 0 < held_out < 1:
-            raise DataError(f"held_out={held_out}: a fraction must lie between 0 and 1; give a whole number for a count")
+            raise DataError(f"held_out={held_out}: a fraction lies between 0 and 1; give a whole number for a count")
         away = {k for k, _ in keyed if _unit(k, seed) < held_out}
     else:
         sizes: dict[str, int] = {}

@@ -110,9 +110,9 @@ class Child:
             os.set_blocking(fd, False)
         self.isolated = False
         try:
-            hello = self._exchange(None, limits.start_s, "did not start")
+            hello = self._exchange(None, limits.start_s, "did not start within its deadline")
             self.isolated = bool(hello[1])
-            self._exchange(("path", sys.path), limits.start_s, "did not start", answer=False)
+            self._exchange(("path", sys.path), limits.start_s, "did not start within its deadline", answer=False)
         except BaseException:
             self.kill()
             raise
@@ -127,7 +127,8 @@ class Child:
             self._functions.move_to_end(key)
             return
         dropped = self._functions.popitem(last=False)[0] if len(self._functions) >= KEPT else None
-        self._result(self._exchange(("function", key, blob, dropped), self._limits.start_s, "could not be loaded"))
+        message = ("function", key, blob, dropped)
+        self._result(self._exchange(message, self._limits.start_s, "could not be loaded within its deadline"))
         self._functions[key] = None
 
     def score(self, key: str, payload: bytes, deadline_s: float) -> tuple[float, dict[str, float]]:
@@ -156,7 +157,7 @@ class Child:
         while out or answer:
             left = start + deadline_s - time.monotonic()
             if left <= 0:
-                raise Failed(f"{late} of {deadline_s:g} s" if late.endswith("deadline") else f"{late} in {deadline_s:g} s", overran=True)
+                raise Failed(f"{late} of {deadline_s:g} s", overran=True)
             ready = dict(poll.poll(min(left, 0.1) * 1000))
             if not ready and time.monotonic() - start > 0.05:
                 count = len(sandbox.descendants(self.pid, self._limits.processes + 8)) - 2
@@ -261,7 +262,8 @@ class ScoringPool:
         self._last_id = 0
         self._children: dict[int, Child] = {}
         self._threads = [
-            threading.Thread(target=self._run, args=(i,), name=f"reward-child-{i}", daemon=True) for i in range(children)
+            threading.Thread(target=self._run, args=(i,), name=f"reward-child-{i}", daemon=True)
+            for i in range(children)
         ]
         for thread in self._threads:
             thread.start()

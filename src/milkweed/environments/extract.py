@@ -6,14 +6,22 @@ import re
 import unicodedata
 
 _BOX = re.compile(r"\\f?boxed\b|\\framebox\b|\\fbox\b|\\boxed(?=\d)")
-_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mathsf|mbox|operatorname\*?|bm|boldsymbol)\s*\{")
-_MARKER = re.compile(
-    r"(?:final\s+answer|answer)\s*(?:\([^)\n]{0,40}\))?[*_]*\s*(?:\bis\b|\bequals\b|:|=)\s*[*_]*\s*:?\s*(?P<rest>[^\n]+)", re.IGNORECASE
+_TEXT = re.compile(
+    r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mathsf|mbox|operatorname\*?|bm|boldsymbol)\s*\{"
 )
-_MATH = re.compile(r"(?<!\\)\$\$(.+?)(?<!\\)\$\$|\\\[(.+?)\\\]|(?<![\\$])\$(?!\s)([^$\n]+?)(?<![\\\s])\$|\\\((.+?)\\\)", re.DOTALL)
+_MARKER = re.compile(
+    r"(?:final\s+answer|answer)\s*(?:\([^)\n]{0,40}\))?[*_]*\s*(?:\bis\b|\bequals\b|:|=)"
+    r"\s*[*_]*\s*:?\s*(?P<rest>[^\n]+)",
+    re.IGNORECASE,
+)
+_MATH = re.compile(
+    r"(?<!\\)\$\$(.+?)(?<!\\)\$\$|\\\[(.+?)\\\]|(?<![\\$])\$(?!\s)([^$\n]+?)(?<![\\\s])\$|\\\((.+?)\\\)", re.DOTALL
+)
 _BOLD = re.compile(r"(\*\*|__)(?=\S)(.+?)(?<=\S)\1")
 NUMBER = re.compile(
-    r"(?<![\w.])[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?(?:\s*/\s*\d+(?:\.\d+)?)?(?:\s*\\?%)?|(?<![\w.])[-+]?\.\d+"
+    r"(?<![\w.])[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?"
+    r"(?:\s*/\s*\d+(?:\.\d+)?)?(?:\s*\\?%)?"
+    r"|(?<![\w.])[-+]?\.\d+"
 )
 # dashes and minus signs that stand for "-" before a number; the rest of what level() rewrites
 _MINUS = dict.fromkeys(map(ord, "\u2212\u2010\u2011\u2012\u2013\u2014\ufe63\uff0d\u02d7"), "-")
@@ -22,6 +30,10 @@ _SIGNS = {
     0x221E: r"\infty ", 0x00B1: r"\pm ", 0x222A: r"\cup ", 0x2264: r"\le ", 0x2265: r"\ge ", 0x00B0: r"^\circ ",
     0x2208: r"\in ", 0x2260: r"\ne ",
 }  # fmt: skip
+
+
+_RAISED = re.compile(r"[\u207a\u207b]?[\u2070\u00b9\u00b2\u00b3\u2074-\u2079]+")
+_WRAPPERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("__", "__"), ("`", "`"))
 
 
 def closing(text: str, start: int) -> int:
@@ -154,10 +166,14 @@ _NOT_PROSE = {"or", "and", "sqrt", "pi", "exp", "ln", "log", "sin", "cos", "tan"
 def level(text: str) -> str:
     """The same answer in one spelling: Unicode signs as LaTeX or ASCII, no math delimiters, no sizing or spacing
     commands, text commands opened, no full stop at the end. Case and order stay."""
-    text = unicodedata.normalize("NFKC", text.translate(_MINUS).translate(_SIGNS)).translate(_MINUS).strip()
+    text = re.sub(r"(?<=\d)(?=[\u00bc-\u00be\u2150-\u215e])", " ", text)  # 3\u00bd is three and a half
+    text = _RAISED.sub(lambda m: "^{" + unicodedata.normalize("NFKC", m.group()).translate(_MINUS) + "}", text)
+    text = unicodedata.normalize("NFKC", text.translate(_MINUS).translate(_SIGNS)).translate(_MINUS).translate(_SIGNS)
+    text = re.sub(r"\s*\b[Pp]er ?cent\b", "%", text)
+    text = re.sub(r"\u221a\s*(\d+(?:\.\d+)?|[A-Za-z])", r"\\sqrt{\1}", text).replace("\u221a", "sqrt").strip()
     text = re.sub(r"(?<![A-Za-z])\\(?:displaystyle|textstyle|bf|rm|it)\b", " ", text)
     text = re.sub(r"\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])\s*\.?", "", text)
-    text = re.sub(r"\\[!,;:>]|\\ |\\q?quad\b|~|\u00a0", " ", text)
+    text = re.sub(r"(?<!\\)\\[!,;:>]|(?<!\\)\\ |\\q?quad\b|~|\u00a0", " ", text)
     text = re.sub(r"(\d)\{,\}(\d)", r"\1,\2", text)
     text = re.sub(r"\\[dtc]frac\b", r"\\frac", text)
     while match := _TEXT.search(text):
@@ -170,7 +186,7 @@ def level(text: str) -> str:
         before = text
         text = text.strip().rstrip(",;").strip()
         text = re.sub(r"(?<![.\d])\.$|(?<=\d)\.$", "", text).strip()
-        for start, end in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("__", "__"), ("`", "`")):
+        for start, end in _WRAPPERS:
             if len(text) >= len(start) + len(end) and text.startswith(start) and text.endswith(end):
                 inner = text[len(start) : len(text) - len(end)]
                 if start not in inner:

@@ -18,14 +18,25 @@ from milkweed.environments.extract import answer_in, closing, last_box, level
 DIGITS = 6
 """Significant digits that a decimal must show to stand for a number it only rounds."""
 UNITS = (
-    "mm|cm|dm|m|km|in|ft|yd|mi|inch|inches|foot|feet|yards?|miles?|met(?:er|re)s?|g|mg|kg|grams?|kilograms?|lbs?|pounds?|oz|"
-    "ounces?|s|sec|seconds?|min|minutes?|h|hrs?|hours?|days?|weeks?|months?|years?|mph|km/h|m/s|l|ml|liters?|litres?|"
-    "gallons?|dollars?|cents?|euros?|units?|square units?|cubic units?|points?|degrees?|radians?|people|items?"
+    "mm|cm|dm|m|km|in|ft|yd|mi|inch|inches|foot|feet|yards?|miles?|met(?:er|re)s?|g|mg|kg|grams?|kilograms?|lbs?|"
+    "pounds?|oz|ounces?|s|sec|seconds?|min|minutes?|h|hrs?|hours?|days?|weeks?|months?|years?|mph|km/h|m/s|l|ml|"
+    "liters?|litres?|gallons?|dollars?|cents?|euros?|units?|points?|degrees?|radians?"
 )
-_UNIT = re.compile(rf"(?<=[\d}})])\s*(?P<unit>(?:square |cubic |sq\.? |cu\.? )?(?:{UNITS})(?:\s*(?:\^\s*\{{?[23]\}}?|²|³))?)\.?$", re.IGNORECASE)
-_CURRENCY = re.compile(r"^\s*(-?)\s*(?:\\\$|\$|€|£|¥|USD|EUR|GBP)\s*(?=-?[\d.])|(?<=\d)\s*(?:\\\$|€|£|¥|USD|EUR|GBP)$")
+_UNIT = re.compile(
+    rf"(?<=[\d}})])\s*(?P<unit>(?:square |cubic |sq\.? |cu\.? )?(?:{UNITS})(?:\s*(?:\^\s*\{{?[23]\}}?))?)\.?$"
+    # and any words after a plain number, such as "12 red apples"
+    r"|(?<=\d)\s+(?P<words>(?!or\b|and\b)[A-Za-z]{3,}(?: [A-Za-z]{2,})*)\.?$",
+    re.IGNORECASE,
+)
+_CURRENCY = re.compile(
+    r"^\s*(-?)\s*(?:\\\$|\$|€|£|¥|USD|EUR|GBP)\s*(?=-?[\d.])|(?<=\d)\s*(?:\\\$|€|£|¥|USD|EUR|GBP)$"
+)
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d*)?(?:[eE][-+]?\d+)?")
-_LABEL = re.compile(r"^\s*(\\?[A-Za-z]+(?:_\{?\w+\}?)?(?:\s*\(\s*[a-z](?:\s*,\s*[a-z])*\s*\))?)\s*(?:=|\\in\b|:(?=\s*\S))\s*(?!=)")
+_LABEL = re.compile(
+    r"^\s*(\(\s*[a-z](?:\s*,\s*[a-z])+\s*\)"
+    r"|\\?[A-Za-z]+(?:_\{?\w+\}?)?(?:\s*\(\s*[a-z](?:\s*,\s*[a-z])*\s*\))?)"
+    r"\s*(?:=|\\in\b|:(?=\s*\S))\s*(?!=)"
+)
 _NAMES = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|log|ln|pi|theta|alpha|beta|gamma|lambda|infty"
 
 
@@ -76,7 +87,8 @@ def _squeezed(text: str) -> str:
 def _word(text: str) -> bool:
     """Text that names something (a choice, a day, yes) rather than a quantity."""
     bare = _choice(text)
-    return bool(re.fullmatch(r"[A-Z]|[A-Za-z][a-z' -]{2,}", bare)) and bare.lower() not in _NAMES.split("|")
+    named = re.fullmatch(r"[A-Z]+|[A-Za-z][a-z']{2,}(?:[ -][A-Za-z][a-z']*)*", bare)
+    return named is not None and bare.lower() not in _NAMES.split("|")
 
 
 def _choice(text: str) -> str:
@@ -87,7 +99,8 @@ def _choice(text: str) -> str:
 
 def _without_labels(a: str, b: str) -> tuple[str, str, bool]:
     """Both without a leading `x =`; False if both have one and they differ, or an equation is left."""
-    first, second = (_LABEL.match(t) for t in (a, b))
+    # a label stands before one value: what has a second relation is an equation or a list of them
+    first, second = (m if (m := _LABEL.match(t)) and not _relation(t[m.end() :]) else None for t in (a, b))
     if first and second:
         if _squeezed(first.group(1)).lower() != _squeezed(second.group(1)).lower():
             return a, b, _by_library(a, b)
@@ -114,7 +127,8 @@ def _elements(text: str) -> tuple[str, list[str]] | None:
     union = _split(text, r"\\cup\b|\bor\b|\band\b|;")
     if len(union) > 1:
         label = _LABEL.match(union[0])
-        return "list", [u[m.end() :] if label and (m := _LABEL.match(u)) and m.group(1) == label.group(1) else u for u in union]
+        name = label and label.group(1)
+        return "list", [u[m.end() :] if (m := _LABEL.match(u)) and m.group(1) == name else u for u in union]
     if text.startswith("\\{") and text.endswith("\\}"):
         return "set", _expanded(_split(text[2:-2], ","))
     if text[:1] in "([" and text[-1:] in ")]" and _encloses(text):
@@ -215,7 +229,7 @@ def _unit(text: str) -> tuple[str, str]:
     match = _UNIT.search(text)
     if not match:
         return text, ""
-    unit = re.sub(r"[\s{}^]", "", match.group("unit").lower()).replace("²", "2").replace("³", "3")
+    unit = re.sub(r"[\s{}^]", "", (match.group("unit") or match.group("words")).lower())
     unit = {"inches": "in", "inch": "in", "feet": "ft", "foot": "ft"}.get(unit, unit)
     return text[: match.start()].strip(), unit.rstrip("s") if len(unit) > 2 else unit
 
@@ -231,6 +245,12 @@ def number(text: str) -> Fraction | None:
         return None if part is None else (-1 if mixed[1] == "-" else 1) * (int(mixed[2]) + part)
     if mixed and (part := re.fullmatch(r"(\d+)\s*/\s*(\d+)", mixed[3])) and int(part[2]):
         return (-1 if mixed[1] == "-" else 1) * (int(mixed[2]) + Fraction(int(part[1]), int(part[2])))
+    repeating = re.fullmatch(r"([-+]?)(\d*)\.(\d*)\\overline\{?(\d+)\}?", text)
+    if repeating:
+        sign, whole, head, tail = repeating.groups()
+        value = Fraction(int(whole or 0)) + Fraction(int(head or 0), 10 ** len(head))
+        value += Fraction(int(tail), (10 ** len(tail) - 1) * 10 ** len(head))
+        return -value if sign == "-" else value
     fraction = _fraction(text)
     if fraction is not None:
         sign, top, bottom = fraction
@@ -283,7 +303,8 @@ def _same_value(a: str, b: str, times_a: Fraction, times_b: Fraction) -> bool:
     x, y = number(a), number(b)
     if x is not None and y is not None:
         x, y = x * times_a, y * times_b
-        return x == y or (times_a == times_b == 1 and (close_decimal(a, abs(x - y)) or close_decimal(b, abs(x - y))))
+        error = abs(x - y)
+        return x == y or (times_a == times_b == 1 and (close_decimal(a, error) or close_decimal(b, error)))
     if any(re.search(r"\d\s+\d", t) for t, value in ((a, x), (b, y)) if value is None):
         return False  # two numbers side by side are not their product
     from milkweed.environments import symbolic

@@ -24,7 +24,8 @@ def single_turn(reward: Reward, *, deadline_s: float | None = None, sampling: Sa
         trajectory = completion.trajectory()
         if completion.finish_reason in ("abort", "error"):
             # cut short by us, not by the policy: its reward would be another's fault
-            trajectory.dropped = f"sampling ended with {completion.finish_reason}: {completion.error or 'no cause given'}"
+            cause = completion.error or "no cause given"
+            trajectory.dropped = f"sampling ended with {completion.finish_reason}: {cause}"
             return trajectory
         extra = {"trajectory": trajectory} if "trajectory" in wants else {}
         try:

@@ -1,4 +1,4 @@
-"""Comparing expressions with sympy, read by math-verify's LaTeX parser (0.9.0). Imported on first use: half a second."""
+"""Comparing expressions with sympy, read by math-verify 0.9.0. Imported on first use: it takes half a second."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 import sympy
-from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+from math_verify import LatexExtractionConfig, parse, verify
 
 from milkweed.environments.extract import closing
 from milkweed.environments.maths import close_decimal
@@ -31,6 +31,8 @@ def same(a: str, b: str, times_a: Fraction = Fraction(1), times_b: Fraction = Fr
     if x is None or y is None:
         return False
     x, y = (_times(e, f) for e, f in ((x, times_a), (y, times_b)))
+    if any(e.has(sympy.zoo, sympy.nan) for e in (x, y)):
+        return False  # two undefined things are not the same thing
     symbols = sorted(x.free_symbols | y.free_symbols, key=str)
     if _too_big(x) or _too_big(y):
         return bool(x == y)
@@ -94,14 +96,12 @@ def _same_entries(p: Any, q: Any) -> bool:
 @lru_cache(maxsize=4096)
 def read(text: str) -> Any:
     """A sympy value, or None where the text is not mathematics."""
+    if "$" in text or len(text) > 2000:
+        return None  # more than one formula: it would read one of them
     latex = "$" + to_latex(text) + "$"
     try:
-        found = parse(
-            latex,
-            [LatexExtractionConfig(), ExprExtractionConfig()],
-            fallback_mode="no_fallback",
-            parsing_timeout=None,
-        )
+        # LaTeX only: its plain-text reader would pick a number out of what it cannot read whole
+        found = parse(latex, [LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None)
     except Exception:  # its grammar raises many kinds on text that is not mathematics
         return None
     value = found[0] if found else None
@@ -115,6 +115,8 @@ def to_latex(text: str) -> str:
     """Plain text as people type it (`sqrt(2)`, `exp(16)`, `pi/2`, `x**2`, `2^10`) as LaTeX; LaTeX unchanged."""
     text = text.replace("**", "^")
     text = _call(text, r"(?<![A-Za-z\\])sqrt\s*(?=\()", r"\sqrt")
+    text = re.sub(r"(?<![A-Za-z\\])sqrt\s*(?=[{\d])", r"\\sqrt", text)
+    text = _call(text, r"(?<![A-Za-z\\])abs\s*(?=\()", "", "|", "|")
     text = _call(text, r"(?<![A-Za-z])\\?exp\s*(?=\()", "e^")
     text = re.sub(rf"(?<![A-Za-z\\])({FUNCTIONS})(?![A-Za-z])", r"\\\1 ", text)
     text = _call(text, r"\^\s*(?=\()", "^")
@@ -123,16 +125,16 @@ def to_latex(text: str) -> str:
     return re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
 
 
-def _call(text: str, pattern: str, command: str) -> str:
-    """`name(argument)` as `command{argument}`, brackets balanced."""
+def _call(text: str, pattern: str, command: str, left: str = "{", right: str = "}") -> str:
+    """`name(argument)` as `command{argument}` (`left` `right`: other brackets), brackets balanced."""
     out, at = "", 0
     while match := re.compile(pattern).search(text, at):
         braces = text[match.end() :].replace("{", "\0").replace("}", "\1").replace("(", "{").replace(")", "}")
         end = closing(braces, 0)
         if end < 0:
             break
-        inner = _call(text[match.end() + 1 : match.end() + end], pattern, command)
-        out += text[at : match.start()] + command + "{" + inner + "}"
+        inner = _call(text[match.end() + 1 : match.end() + end], pattern, command, left, right)
+        out += text[at : match.start()] + command + left + inner + right
         at = match.end() + end + 1
     return out + text[at:]
 

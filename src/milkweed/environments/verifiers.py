@@ -95,8 +95,8 @@ def _chosen(completion: str, choices: Sequence[str]) -> str | None:
     lead = r"(?i:option|choice|choose|select|pick|answer)"
     marked = list(re.finditer(rf"{lead}(?i:\s*(?:is|are|:|=|option|choice|would be|must be|\*|\s)+)\s*{alone}", text))
     if marked:
-        hedged = re.match(rf"[)\]*.\s]*(?:or|and|/|,|&)\s*[(\[*]*(?:{letters})(?![A-Za-z0-9'’])", text[marked[-1].end() :])
-        return None if hedged else marked[-1]["c"]
+        more = rf"[)\]*.\s]*(?:or|and|/|,|&)\s*[(\[*]*(?:{letters})(?![A-Za-z0-9'’])"
+        return None if re.match(more, text[marked[-1].end() :]) else marked[-1]["c"]
     for pattern in (rf"(?:\*\*|__)\s*[(\[]?(?P<c>{letters})[)\].:]?(?=[\s*_).:])", rf"\((?P<c>{letters})\)"):
         found = list(re.finditer(pattern, text))
         if found:
