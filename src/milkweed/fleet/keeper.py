@@ -43,6 +43,7 @@ class Keeper:
         self.folder, self.token, self.host = folder, token, host
         self.family = processes.Family(os.getpid(), token)
         self.watched: dict[int, tuple[str, int]] = {}  # pidfd -> (replica, pid)
+        self.condemned: set[str] = set()  # replicas told to die: their late-comers die too
         self.written: object = None
         self.inbox = b""
         self.poll = select.poll()
@@ -119,6 +120,7 @@ class Keeper:
             elif "watch" in order:
                 self.watch(order["watch"], order["pids"])
             elif "kill" in order:
+                self.condemned.add(order["kill"])
                 self.say(killed=order["kill"], count=self.destroy(order["kill"]))
 
     def watch(self, name: str, pids: list[int]) -> None:
@@ -140,6 +142,7 @@ class Keeper:
     def look(self) -> None:
         members = self.family.look()
         known = sorted((pid, m[0]) for pid, m in members.items())
+        processes.kill(pid for pid, (_, owner) in members.items() if owner in self.condemned)
         if known != self.written:
             processes.note(self.folder / f"known-{self.host}.json", known)
             self.written = known
