@@ -282,6 +282,10 @@ class ScoringPool:
             for key in list(self._functions)[:-KEPT]:
                 if not self._waiting[key]:
                     del self._functions[key], self._waiting[key]
+                    self._overran.pop(key, None)
+                    self._given_up.pop(key, None)
+            if not +self._waiting:
+                self._cancelled.clear()  # what came too late to cancel anything
             self._cancelled.update(cancel)
             self._last_id = max([self._last_id, *(i.id for i in items)])
         for item in items:
