@@ -1,6 +1,6 @@
 """TorchTitan's inside, with `titan_model` the only module that touches it: seams for a CPU, meshes, optimiser, checkpoints.
 
-Read from TorchTitan 0.3.0 (`VERSION`). On a machine with an accelerator the CPU seams do nothing.
+Read from TorchTitan 0.3.0 (`titan_model.VERSION`). On a machine with an accelerator the CPU seams do nothing.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import math
 import os
 from dataclasses import dataclass
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +24,6 @@ from milkweed.types import Batch
 if TYPE_CHECKING:
     from torchtitan.distributed import ParallelDims
 
-VERSION = "0.3.0"
 
 def device() -> torch.device:
     """This rank's device: its GPU where there is one, else the CPU."""
@@ -76,10 +74,11 @@ def build(architecture: Architecture, config: TrainerConfig, folder: str) -> Par
     Raises ConfigError where the degrees do not fit the model or the number of processes.
     """
     prepare()
-    from torchtitan.config import CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
+    from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
     from torchtitan.distributed import ParallelDims
     from torchtitan.distributed import utils as dist_utils
     from torchtitan.distributed.activation_checkpoint import FullAC
+    from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 
     world = init_process_group(config.collective_timeout_s)
     if world != config.world_size:
@@ -106,10 +105,8 @@ def build(architecture: Architecture, config: TrainerConfig, folder: str) -> Par
     context = dist_utils.get_spmd_context(parallel_dims=dims)
     dims.build_mesh()
     torch.manual_seed(config.seed)
-    runtime = SimpleNamespace(
-        training=training, parallelism=parallelism, debug=DebugConfig(), compile=CompileConfig(enable=False)
-    )
-    spec.model.update_from_config(config=runtime)
+    # what `update_from_config` would do, without its import of TorchTitan's own training loop and all that that imports
+    set_qwen3_sharding_config(spec.model, enable_sp=parallelism.enable_sequence_parallel, enable_ep=False)
     with torch.device("meta"):
         model = spec.model.build()
     model = spec.parallelize_fn(

@@ -1,6 +1,6 @@
 """A TorchTitan model from an `Architecture`: its import on a CPU, its modules, its configuration.
 
-Read from TorchTitan 0.3.0. Every family is built from the Qwen3 decoder with rotate-half rotary embeddings, so that each
+Read from TorchTitan `VERSION`. Every family is built from the Qwen3 decoder with rotate-half rotary embeddings, so that each
 parameter has exactly the layout of its Hugging Face weight (TorchTitan's own Llama permutes q and k; here nothing needs a
 permutation, and a rank's shard is a plain slice of the Hugging Face tensor).
 """
@@ -12,14 +12,17 @@ import logging
 import math
 import warnings
 from dataclasses import dataclass
+from importlib import metadata
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from milkweed.errors import ConfigError
 from milkweed.training.attention import document_attention
 from milkweed.training.model import Architecture
 
+VERSION = "0.3.0"
 _ready = False
 
 _ATTENTION = "layers.{}.attention"
@@ -52,10 +55,16 @@ HF_NAMES = {
 
 
 def prepare() -> None:
-    """Import TorchTitan, once, with its device chosen. Must come before any other import of it."""
+    """Import TorchTitan, once, with its device chosen. Must come before any other import of it.
+
+    Raises ConfigError where another version is installed than the one this was written for.
+    """
     global _ready
     if _ready:
         return
+    found = metadata.version("torchtitan")
+    if found.split("+")[0] != VERSION:
+        raise ConfigError(f"torchtitan {found} is installed; milkweed needs {VERSION}: pip install torchtitan=={VERSION}")
     import torch._utils as torch_utils
 
     # advice that is not ours to follow: how DTensor reduces over two mesh axes, what a router asks of autocast
