@@ -1,7 +1,6 @@
 """Children that run reward functions, from their owner's side: a pool that scores, and kills what passes its deadline.
 
-No asyncio and no Monarch here: one thread owns one child for life (the child's parent-death signal hangs on the
-thread), so that a slow or broken item holds up one child and nothing else.
+One thread owns one child for life (its parent-death signal hangs on the thread): a slow item holds up one child only.
 """
 
 from __future__ import annotations
@@ -105,7 +104,8 @@ class Child:
         finally:
             for fd in (to_child, from_child, output):
                 os.close(fd)
-        self._pidfd = os.pidfd_open(self._process.pid)
+        self.pid = self._process.pid
+        self._pidfd = os.pidfd_open(self.pid)
         for fd in (self._to, self._from, self._out):
             os.set_blocking(fd, False)
         self.isolated = False
@@ -116,10 +116,6 @@ class Child:
         except BaseException:
             self.kill()
             raise
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     def load(self, key: str, blob: bytes) -> None:
         """Make sure that the child has the function. Raises Failed."""
@@ -137,7 +133,7 @@ class Child:
         return reply[1], reply[2]
 
     def _result(self, reply: tuple[Any, ...]) -> tuple[Any, ...]:
-        if reply[0] == "error":
+        if reply[0] == "error":  # a process that met its memory limit stays close to it
             raise Failed(reply[1], reply[2], died="MemoryError" in reply[1])
         return reply
 
@@ -299,7 +295,7 @@ class ScoringPool:
             time.sleep(linger_s)
         with self._changed:
             done, self._done = self._done, []
-            return done
+        return done
 
     def stats(self) -> dict[str, float]:
         """`busy_s` (seconds in which at least one item ran), `scored`, `failed`, `children` alive."""
@@ -361,8 +357,8 @@ class ScoringPool:
             self._cancelled.discard(item.id)
             return Outcome(item.id, error="was cancelled")
         if item.id <= self._given_up.get(item.function, -1):
-            why = f"was not tried after {self.limits.overruns} deadlines missed running: its function hangs"
-            return Outcome(item.id, error=why)
+            count = self.limits.overruns
+            return Outcome(item.id, error=f"was not tried after {count} deadlines missed running: its function hangs")
         if item.function not in self._functions:
             return Outcome(item.id, error="function never reached its worker")
         try:
