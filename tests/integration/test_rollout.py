@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -243,7 +244,7 @@ def test_a_commit_that_fails_leaves_whole_weights_or_serves_nothing(rig: Rig) ->
     ):
         report = rig.commit_on("rollout0", staged, fault)
         assert not report.ok and report.state == "serving" and report.version == now
-        assert __import__("re").search(words, report.message), report.message
+        assert re.search(words, report.message), report.message
     assert rig.run(rig.router.checksums()) == before
     with pytest.raises(TransferError, match="digest"):
         rig.run(rig.router.update_weights({"host0": torn}, torn.version))
@@ -260,7 +261,7 @@ def test_a_commit_that_fails_leaves_whole_weights_or_serves_nothing(rig: Rig) ->
     for i in range(4):
         c = rig.run(rig.router.sample([*PROMPT, i], Sampling(max_tokens=16, ignore_eos=True)))
         assert c.version == VERSIONS[4] and rig.worst(c) < 1e-4
-        assert i > 1 or c.cached_tokens == 0, "the prefix cache of old weights was kept"
+        assert i > 0 or c.cached_tokens == 0, "the prefix cache of old weights was kept"
 
 
 def test_the_checksum_is_that_of_an_engine_started_from_the_same_folder(rig: Rig) -> None:

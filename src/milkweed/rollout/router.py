@@ -7,24 +7,21 @@ import asyncio
 import itertools
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-import msgspec
-
-from milkweed.errors import DataError, DeadlineExceeded, FleetError, MilkweedError, PeerDied, RemoteError, TransferError
+from milkweed.errors import DataError, DeadlineExceeded, FleetError, PeerDied, TransferError
 from milkweed.rollout.protocol import (
     Collected,
     CommitReport,
     EngineReply,
     EngineRequest,
-    EngineSpec,
     EngineStats,
     SampleError,
     decode_collected,
     decode_report,
-    decode_stats,
     encode,
 )
+from milkweed.rollout.records import Engine, EngineReplica, Pending, UpdateReport
 from milkweed.transfer.manifest import Staged
 from milkweed.types import Completion, PolicyVersion, Sampling
 
@@ -41,62 +38,6 @@ RESENDS = 2
 """Engines that may die under a request before it is given up, lest one request take all of them down."""
 
 
-class EngineReplica(Protocol):
-    """What the router needs of `fleet.Replica`."""
-
-    name: str
-    host: Any
-
-    async def call_one(self, endpoint: str, *args: Any, deadline_s: float) -> Any: ...
-    async def stop(self) -> None: ...
-
-
-class UpdateReport(msgspec.Struct):
-    """What became of one version on each engine. `seconds` is the slowest commit, measured inside the engine."""
-
-    version: PolicyVersion
-    engines: dict[str, CommitReport]
-
-    @property
-    def seconds(self) -> float:
-        return max((r.seconds for r in self.engines.values()), default=0.0)
-
-    @property
-    def failed(self) -> dict[str, str]:
-        return {name: r.message for name, r in self.engines.items() if not r.ok}
-
-
-class _Pending:
-    """One sample on its way. `engine` is where it was sent, None while it waits for room."""
-
-    __slots__ = ("request", "future", "engine", "session", "lost")
-
-    def __init__(self, request: EngineRequest, future: asyncio.Future[EngineReply], session: str | None) -> None:
-        self.request, self.future, self.session = request, future, session
-        self.engine: _Engine | None = None
-        self.lost: list[str] = []
-        """The engines that failed under it."""
-
-
-class _Engine:
-    """What the router knows of one engine."""
-
-    def __init__(self, replica: EngineReplica, stats: EngineStats) -> None:
-        self.replica, self.stats = replica, stats
-        self.pending: dict[str, _Pending] = {}
-        self.outbox: list[EngineRequest] = []
-        self.aborts: list[str] = []
-        self.dead: FleetError | None = None
-        self.stale: str | None = None
-        """Why it gets no samples although it lives: its last commit failed."""
-        self.busy_at_start = 0.0
-        self.collector: asyncio.Task[None] | None = None
-
-    @property
-    def usable(self) -> bool:
-        return self.dead is None and self.stale is None
-
-
 class Router:
     """Samples from all engines as from one.
 
@@ -110,12 +51,12 @@ class Router:
     ) -> None:
         if not replicas:
             raise ValueError("a router needs at least one engine")
-        self._engines = [_Engine(r, s) for r, s in zip(replicas, stats, strict=True)]
+        self._engines = [Engine(r, s) for r, s in zip(replicas, stats, strict=True)]
         self.max_in_flight = max_in_flight
         self.version = min(s.version for s in stats)
         """The newest version that any engine serves; engines that missed it get no samples."""
-        self._waiting: deque[_Pending] = deque()
-        self._sessions: OrderedDict[str, _Engine] = OrderedDict()
+        self._waiting: deque[Pending] = deque()
+        self._sessions: OrderedDict[str, Engine] = OrderedDict()
         self._ids = itertools.count()
         self._in_flight = 0
         self._busy_s = 0.0
@@ -137,35 +78,9 @@ class Router:
     ) -> Router:
         """Starts the engines of the fleet's mesh on the Hugging Face folder `model`, whose weights are `version`.
         Raises FleetError (an engine did not come up), ConfigError or DataError; what had started is stopped then."""
-        from milkweed.rollout.actor import EngineActor
-        from milkweed.rollout.sglang_engine import engine_environment
+        from milkweed.rollout.launch import launch_engines
 
-        c, cpu = fleet.mesh.rollout, fleet.mesh.device == "cpu"
-        spec = EngineSpec(
-            model=str(model),
-            dtype=dtype,
-            tensor_parallel=c.tensor_parallel,
-            version=version,
-            arguments=dict(c.engine),
-            cpu=cpu,
-        )
-        env = engine_environment(cpu=cpu, tensor_parallel=c.tensor_parallel, threads=c.threads)
-
-        async def one(index: int) -> tuple[EngineReplica, EngineStats]:
-            replica = await fleet.spawn("rollout", index, EngineActor, encode(spec), env=env, deadline_s=deadline_s)
-            try:
-                return replica, decode_stats(await replica.call_one("start", deadline_s=deadline_s))
-            except BaseException as e:
-                await replica.stop()
-                if isinstance(e, RemoteError) and isinstance(e.__cause__, MilkweedError):
-                    raise e.__cause__ from None
-                raise
-
-        started = await asyncio.gather(*(one(i) for i in range(c.replicas)), return_exceptions=True)
-        up = [s for s in started if not isinstance(s, BaseException)]
-        if errors := [s for s in started if isinstance(s, BaseException)]:
-            await asyncio.gather(*(replica.stop() for replica, _ in up))
-            raise errors[0]
+        up = await launch_engines(fleet, model, version=version, dtype=dtype, deadline_s=deadline_s)
         return cls([r for r, _ in up], [s for _, s in up], max_in_flight=max_in_flight)
 
     # ---- samples
@@ -190,7 +105,7 @@ class Router:
         who = name or session or ""
         sampling = sampling or Sampling()
         request = EngineRequest(f"r{next(self._ids)}", list(token_ids), sampling, who)
-        p = _Pending(request, asyncio.get_running_loop().create_future(), session)
+        p = Pending(request, asyncio.get_running_loop().create_future(), session)
         self._enter()
         try:
             self._place(p)
@@ -221,7 +136,7 @@ class Router:
         """Forgets which engine served `session` (it would be forgotten in time)."""
         self._sessions.pop(session, None)
 
-    def _place(self, p: _Pending) -> None:
+    def _place(self, p: Pending) -> None:
         """Gives `p` to an engine or lets it wait; fails it when no engine can ever take it."""
         if p.future.done():
             return
@@ -246,7 +161,7 @@ class Router:
         if len(engine.outbox) == 1:
             self._spawn(self._send(engine))
 
-    def _drop(self, p: _Pending) -> None:
+    def _drop(self, p: Pending) -> None:
         """Forgets `p`; what its engine still does for it is stopped."""
         engine = p.engine
         if engine is None:
@@ -265,25 +180,25 @@ class Router:
         while self._waiting and any(e.usable and len(e.pending) < self.max_in_flight for e in self._engines):
             self._place(self._waiting.popleft())
 
-    async def _send(self, engine: _Engine) -> None:
+    async def _send(self, engine: Engine) -> None:
         await asyncio.sleep(0)  # let everyone who asks in this turn come aboard
         batch, engine.outbox = engine.outbox, []
         if batch:
             await self._tell(engine, "submit", encode(batch), deadline_s=SILENT_S)
 
-    async def _send_aborts(self, engine: _Engine) -> None:
+    async def _send_aborts(self, engine: Engine) -> None:
         await asyncio.sleep(0)
         batch, engine.aborts = engine.aborts, []
         await self._tell(engine, "abort", batch, deadline_s=SILENT_S)
 
-    async def _tell(self, engine: _Engine, endpoint: str, *args: Any, deadline_s: float) -> None:
+    async def _tell(self, engine: Engine, endpoint: str, *args: Any, deadline_s: float) -> None:
         if engine.dead is None:
             try:
                 await engine.replica.call_one(endpoint, *args, deadline_s=deadline_s)
             except FleetError as e:
                 self._lose(engine, e)
 
-    async def _collect(self, engine: _Engine) -> None:
+    async def _collect(self, engine: Engine) -> None:
         while engine.dead is None:
             try:
                 raw = await engine.replica.call_one("collect", POLL_S, LINGER_S, deadline_s=POLL_S + SILENT_S)
@@ -293,9 +208,9 @@ class Router:
                 return
             self._take(engine, collected)
 
-    def _take(self, engine: _Engine, collected: Collected) -> None:
+    def _take(self, engine: Engine, collected: Collected) -> None:
         engine.stats = stats = collected.stats
-        again: list[_Pending] = []
+        again: list[Pending] = []
         for reply in collected.replies:
             p = engine.pending.pop(reply.id, None)
             if p is None or p.future.done():  # cancelled here, or sent elsewhere since
@@ -313,7 +228,7 @@ class Router:
             self._resend(p, stats.cause)
         self._fill()
 
-    def _lose(self, engine: _Engine, error: FleetError, more: Sequence[_Pending] = ()) -> None:
+    def _lose(self, engine: Engine, error: FleetError, more: Sequence[Pending] = ()) -> None:
         """The engine serves no more; its samples are done again elsewhere, from the start."""
         if engine.dead is not None:
             return
@@ -329,7 +244,7 @@ class Router:
         if not self._closed:
             self._spawn(engine.replica.stop())
 
-    def _resend(self, p: _Pending, cause: str) -> None:
+    def _resend(self, p: Pending, cause: str) -> None:
         if p.engine is not None:
             p.lost.append(p.engine.replica.name)
             p.engine = None
@@ -370,7 +285,7 @@ class Router:
         self._fill()
         return report
 
-    async def _commit(self, engine: _Engine, staged: Staged | None, deadline_s: float) -> CommitReport:
+    async def _commit(self, engine: Engine, staged: Staged | None, deadline_s: float) -> CommitReport:
         name = engine.replica.name
         if staged is None:
             message = f"nothing was staged on its host {engine.replica.host.name}"

@@ -1,0 +1,68 @@
+"""What the router keeps about each engine and each sample, and what it reports of an update."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Protocol
+
+import msgspec
+
+from milkweed.errors import FleetError
+from milkweed.rollout.protocol import CommitReport, EngineReply, EngineRequest, EngineStats
+from milkweed.types import PolicyVersion
+
+
+class EngineReplica(Protocol):
+    """What the router needs of `fleet.Replica`."""
+
+    name: str
+    host: Any
+
+    async def call_one(self, endpoint: str, *args: Any, deadline_s: float) -> Any: ...
+    async def stop(self) -> None: ...
+
+
+class UpdateReport(msgspec.Struct):
+    """What became of one version on each engine. `seconds` is the slowest commit, measured inside the engine."""
+
+    version: PolicyVersion
+    engines: dict[str, CommitReport]
+
+    @property
+    def seconds(self) -> float:
+        return max((r.seconds for r in self.engines.values()), default=0.0)
+
+    @property
+    def failed(self) -> dict[str, str]:
+        return {name: r.message for name, r in self.engines.items() if not r.ok}
+
+
+class Pending:
+    """One sample on its way. `engine` is where it was sent, None while it waits for room."""
+
+    __slots__ = ("request", "future", "engine", "session", "lost")
+
+    def __init__(self, request: EngineRequest, future: asyncio.Future[EngineReply], session: str | None) -> None:
+        self.request, self.future, self.session = request, future, session
+        self.engine: Engine | None = None
+        self.lost: list[str] = []
+        """The engines that failed under it."""
+
+
+class Engine:
+    """What the router knows of one engine."""
+
+    def __init__(self, replica: EngineReplica, stats: EngineStats) -> None:
+        self.replica, self.stats = replica, stats
+        self.pending: dict[str, _Pending] = {}
+        self.outbox: list[EngineRequest] = []
+        self.aborts: list[str] = []
+        self.dead: FleetError | None = None
+        self.stale: str | None = None
+        """Why it gets no samples although it lives: its last commit failed."""
+        self.busy_at_start = 0.0
+        self.collector: asyncio.Task[None] | None = None
+
+    @property
+    def usable(self) -> bool:
+        return self.dead is None and self.stale is None
