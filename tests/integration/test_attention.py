@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import os
 import random
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -131,13 +130,10 @@ def test_a_sliding_window_layer_is_left_to_torch_native(backends):
 def test_engines_with_either_backend_decode_the_same_greedy_tokens(tmp_path, monkeypatch):
     from sglang_cpu import environment
 
-    spec = importlib.util.spec_from_file_location("bench_attention", ROOT / "tools" / "bench_attention.py")
-    bench = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = bench  # the engine's process unpickles its target from there
-    spec.loader.exec_module(bench)
+    monkeypatch.syspath_prepend(ROOT / "tools")  # the engines' processes get this path too
+    bench = importlib.import_module("bench_attention")
     for name, value in environment().items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tools"))
     model = new_qwen3(tmp_path / "model", hidden=64, layers=2, head_dim=16, intermediate=128, seed=3)
     draw = random.Random(5)
     common = [draw.randrange(3, 60) for _ in range(90)]
