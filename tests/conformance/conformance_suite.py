@@ -90,8 +90,11 @@ def _same(got: Any, want: Any, tolerance: float) -> bool:
     return abs(got - want) <= tolerance * max(1.0, abs(want))
 
 
-def run(case: Case, adapter: Adapter) -> list[str]:
-    """What is wrong, one line each; nothing if the case passes. Raises Unsupported where the adapter does."""
+def run(case: Case, adapter: Adapter, *, partly: bool = False) -> list[str]:
+    """What is wrong, one line each; nothing if the case passes. Raises Unsupported where the adapter does.
+
+    `partly` accepts an adapter that gives only some of the outputs and compares those; Unsupported if it gives none.
+    """
     try:
         out = adapter.call(case.function, case.inputs, case.params)
     except Unsupported:
@@ -100,17 +103,23 @@ def run(case: Case, adapter: Adapter) -> list[str]:
         return [] if case.raises else [f"raised {type(error).__name__}: {error}"]
     if case.raises:
         return [f"was not refused, gave {out}"]
-    wrong: list[str] = []
+    asked = {*case.expect, *case.finite, *case.at_most}
+    missing = asked - set(out)
+    if missing and partly and missing == asked:
+        raise Unsupported(f"outputs {', '.join(sorted(missing))}")
+    wrong = [] if partly else [f"{name}: not given" for name in sorted(missing)]
     for name, want in case.expect.items():
+        if name in missing:
+            continue
         got = out[name]
         if _shape(got) != _shape(want):
             wrong.append(f"{name}: shape of {got} is not that of {want}")
         elif not all(_same(g, w, case.tolerance) for g, w in zip(_flat(got), _flat(want), strict=True)):
             wrong.append(f"{name}: {got}, right is {want}")
-    for name in case.finite:
+    for name in set(case.finite) - missing:
         if not all(math.isfinite(x) for x in _flat(out[name])):
             wrong.append(f"{name}: {out[name]} is not finite")
     for name, limit in case.at_most.items():
-        if not all(x <= limit for x in _flat(out[name])):
+        if name not in missing and not all(x <= limit for x in _flat(out[name])):
             wrong.append(f"{name}: {out[name]} is above {limit}")
     return wrong

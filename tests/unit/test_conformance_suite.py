@@ -59,6 +59,15 @@ def test_unsupported_is_not_taken_for_refused():
         run(case(raises=True), Fixed(Unsupported("f")))
 
 
+def test_an_output_that_is_missing_fails_unless_part_is_enough():
+    both = case(expect={"x": 1.0, "y": 2.0})
+    assert run(both, Fixed({"x": 1.0})) == ["y: not given"]
+    assert not run(both, Fixed({"x": 1.0}), partly=True)
+    assert run(both, Fixed({"x": 3.0}), partly=True)
+    with pytest.raises(Unsupported):
+        run(both, Fixed({}), partly=True)
+
+
 def test_every_case_asserts_something_and_ids_are_unique():
     cases = load_cases()
     assert len({c.id for c in cases}) == len(cases) > 150
