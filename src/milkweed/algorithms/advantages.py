@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from milkweed.algorithms.groups import Groups, arrange
-from milkweed.algorithms.masked import as_float, keep, row_segments, segment_spread, segment_sum, whiten
+from milkweed.algorithms.masked import as_float, keep, row_segments, same_shape, segment_spread, segment_sum, whiten
 from milkweed.algorithms.returns import discounted_returns
 
 Std = Literal["population", "unbiased", "none"]
@@ -169,6 +169,7 @@ def maxrl(
 
 def reinforce(
     rewards: Tensor,
+    groups: Tensor | None = None,
     *,
     baseline: Literal["none", "batch"] = "none",
     valid: Tensor | None = None,
@@ -176,8 +177,11 @@ def reinforce(
 ) -> Tensor:
     """REINFORCE (Williams 1992): `A_i = r_i`, or `r_i - mean(all rewards)` with the "batch" baseline; `[n]`.
 
-    Raises ValueError for wrong shapes, an unknown baseline, or segments of a trajectory that disagree.
+    `groups` is not used: it is there so that this fits where a function of (rewards, groups) is wanted. A baseline by
+    group is `dr_grpo`. Raises ValueError for wrong shapes, an unknown baseline, or segments of a trajectory that
+    disagree.
     """
+    same_shape(rewards=rewards, groups=groups)
     g = arrange(rewards, torch.zeros_like(rewards, dtype=torch.int64), valid, trajectories)
     if baseline == "none":
         return torch.where(g.valid, g.rewards, 0.0).to(as_float(rewards).dtype)
