@@ -36,9 +36,9 @@ class Rig:
 
     def __init__(self, folder: Path, replicas: int = 2, tensor_parallel: int = 1) -> None:
         self.runner = asyncio.Runner()
-        self.folders = [new_qwen3(folder / "ab"[i], hidden=64, layers=2, head_dim=16, intermediate=128, seed=i) for i in (0, 1)]
+        small = {"hidden": 64, "layers": 2, "head_dim": 16, "intermediate": 128}
         # fresh weights give nearly even distributions; sharper ones make wrong weights, or a wrong temperature, show
-        self.folders = [_sharpened(f) for f in self.folders]
+        self.folders = [_sharpened(new_qwen3(folder / "ab"[i], seed=i, **small)) for i in (0, 1)]
         overrides = [f"rollout.replicas={replicas}", f"rollout.tensor_parallel={tensor_parallel}"]
         self.mesh = load_mesh("local", overrides)
         self.models: dict[int, Any] = {}
@@ -168,7 +168,8 @@ def test_text_stops_and_finish_reasons(rig: Rig) -> None:
     assert rig.worst(by_id) < 1e-4
     word = next((ch for ch in free.text[3:] if ch.isascii() and ch.isprintable()), None)
     assert word, "the model says nothing printable; choose another prompt"
-    by_text = rig.run(rig.router.sample(PROMPT, Sampling(temperature=0.0, max_tokens=24, stop=(word,), ignore_eos=True)))
+    until = Sampling(temperature=0.0, max_tokens=24, stop=(word,), ignore_eos=True)
+    by_text = rig.run(rig.router.sample(PROMPT, until))
     assert by_text.finish_reason == "stop" and by_text.text == free.text[: free.text.index(word)]
     assert by_text.token_ids == free.token_ids[: len(by_text.token_ids)] and rig.worst(by_text) < 1e-4
 

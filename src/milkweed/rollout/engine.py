@@ -178,7 +178,7 @@ class RolloutEngine:
                 "[rollout.engine]"
             )
         if r.sampling.seed is not None and not engine.deterministic:
-            return f"{who}: sampling.seed has no effect unless enable_deterministic_inference is set in [rollout.engine]"
+            return f"{who}: sampling.seed needs enable_deterministic_inference = true in [rollout.engine]"
         return None
 
     async def _sample(self, r: EngineRequest) -> None:

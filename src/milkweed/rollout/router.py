@@ -113,7 +113,8 @@ class Router:
                 reply = await p.future
         except TimeoutError:
             where = p.engine.replica.name if p.engine else "rollout"
-            raise DeadlineExceeded(where, "hung", f"sample {who or request.id} not done within {deadline_s:g} s") from None
+            cause = f"sample {who or request.id} was not done within {deadline_s:g} s"
+            raise DeadlineExceeded(where, "hung", cause) from None
         finally:
             self._drop(p)
             self._leave()
@@ -195,16 +196,16 @@ class Router:
         if engine.dead is None:
             try:
                 await engine.replica.call_one(endpoint, *args, deadline_s=deadline_s)
-            except FleetError as e:
-                self._lose(engine, e)
+            except Exception as e:
+                self._lose(engine, _as_fleet_error(engine, e))
 
     async def _collect(self, engine: Engine) -> None:
         while engine.dead is None:
             try:
                 raw = await engine.replica.call_one("collect", POLL_S, LINGER_S, deadline_s=POLL_S + SILENT_S)
                 collected = decode_collected(raw)
-            except FleetError as e:
-                self._lose(engine, e)
+            except Exception as e:
+                self._lose(engine, _as_fleet_error(engine, e))
                 return
             self._take(engine, collected)
 
@@ -292,11 +293,13 @@ class Router:
             report = CommitReport(ok=False, state=engine.stats.state, version=engine.stats.version, message=message)
         else:
             try:
-                raw = await engine.replica.call_one("commit", encode(staged), deadline_s, deadline_s=deadline_s + SILENT_S)
-                report = decode_report(raw)
-            except FleetError as e:
+                within = deadline_s + SILENT_S
+                report = decode_report(
+                    await engine.replica.call_one("commit", encode(staged), deadline_s, deadline_s=within)
+                )
+            except Exception as e:
                 # what it serves now is unknown, so it must not serve
-                self._lose(engine, e)
+                self._lose(engine, _as_fleet_error(engine, e))
                 return CommitReport(ok=False, state="dead", version=engine.stats.version, message=str(e))
         engine.stats.version, engine.stats.state = report.version, report.state
         if report.ok:
@@ -370,3 +373,10 @@ class Router:
             if isinstance(end, BaseException) and not isinstance(end, FleetError):
                 raise end
             await engine.replica.stop()
+
+
+def _as_fleet_error(engine: Engine, error: Exception) -> FleetError:
+    """Whatever goes wrong in talking to an engine ends that engine, and its samples are told why."""
+    if isinstance(error, FleetError):
+        return error
+    return FleetError(engine.replica.name, "raised", f"{type(error).__name__}: {error}")

@@ -204,7 +204,7 @@ class SGLang:
         async with self._rpc_lock:
             request = RpcReqInput(method=method, parameters=parameters | {"nonce": nonce})
             self._sgl.sock_send(self._engine.send_to_rpc, request)
-            # a thread of its own: an executor's could be busy, and this one must not outlast the deadline
+            # polled in a thread: the event loop goes on, and the wait ends at the deadline
             return await asyncio.to_thread(self._answer, method, nonce, deadline_s)
 
     def _answer(self, method: str, nonce: str, deadline_s: float) -> tuple[bool, str]:

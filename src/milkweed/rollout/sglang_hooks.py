@@ -66,7 +66,8 @@ def commit(
 
     if not run.step("prepare", prepare):
         # a broken engine stays broken: nothing was mended
-        return run.outcome(False, "broken" if _broken(scheduler) else "serving", f"refused, nothing changed: {run.error}")
+        state = "broken" if _broken(scheduler) else "serving"
+        return run.outcome(False, state, f"refused, nothing changed: {run.error}")
     was_paused = scheduler._engine_paused and not _broken(scheduler)
     retracted = len(scheduler.running_batch.reqs)
     if not run.step("retract", lambda: _pause(scheduler)):
