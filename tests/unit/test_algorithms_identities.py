@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 import milkweed.algorithms as mw
 
-settings.register_profile("algorithms", max_examples=25, deadline=None, derandomize=True)
-settings.load_profile("algorithms")
+few = settings(max_examples=25, deadline=None, derandomize=True)
 
 rewards_of_groups = st.lists(
     st.lists(st.sampled_from([0.0, 0.1, 0.3, 0.5, 1.0]) | st.floats(-5, 5, width=32), min_size=2, max_size=6),
@@ -29,6 +28,7 @@ def flat(groups: list[list[float]], seed: int = 0) -> tuple[torch.Tensor, torch.
     return rewards[order], ids[order]
 
 
+@few
 @given(groups=rewards_of_groups, seed=st.integers(0, 99))
 def test_group_advantages_sum_to_zero_in_each_group(groups, seed):
     rewards, ids = flat(groups, seed)
@@ -41,6 +41,7 @@ def test_group_advantages_sum_to_zero_in_each_group(groups, seed):
             assert advantages[ids == group].sum().abs() <= 1e-8 * size
 
 
+@few
 @given(groups=rewards_of_groups, shift=st.floats(-3, 3))
 def test_group_advantages_do_not_see_a_shift_and_rloo_is_scaled_dr_grpo(groups, shift):
     rewards, ids = flat(groups)
@@ -50,6 +51,7 @@ def test_group_advantages_do_not_see_a_shift_and_rloo_is_scaled_dr_grpo(groups, 
     torch.testing.assert_close(mw.rloo(rewards, ids), mw.dr_grpo(rewards, ids) * size / (size - 1))
 
 
+@few
 @given(groups=rewards_of_groups, seed=st.integers(0, 99))
 def test_segments_of_a_trajectory_change_nothing_for_others(groups, seed):
     rewards, ids = flat(groups, seed)
@@ -68,6 +70,7 @@ def test_groups_without_a_second_member_warn():
         mw.grpo(torch.tensor([1.0, 0.0]), torch.tensor([0, 1]))
 
 
+@few
 @given(seed=st.integers(0, 10**6), discount=st.sampled_from([0.0, 0.9, 1.0]), trace=st.sampled_from([0.0, 0.5, 1.0]))
 def test_gae_of_gaps_and_packed_rows_is_gae_of_the_trained_tokens_alone(seed, discount, trace):
     g = torch.Generator().manual_seed(seed)
@@ -104,6 +107,7 @@ def test_gae_of_gaps_and_packed_rows_is_gae_of_the_trained_tokens_alone(seed, di
     assert not packed.advantages[~mask].any() and not packed.returns[~mask].any()
 
 
+@few
 @given(seed=st.integers(0, 10**6), words=st.integers(2, 6))
 def test_each_gradient_correct_kl_has_the_analytic_gradient(seed, words):
     g = torch.Generator().manual_seed(seed)
@@ -140,6 +144,7 @@ def test_each_gradient_correct_kl_has_the_analytic_gradient(seed, words):
     torch.testing.assert_close(logits.grad, exact)
 
 
+@few
 @given(seed=st.integers(0, 10**6), k=st.integers(1, 7))
 def test_top_k_reverse_kl_bounds_the_full_one_and_meets_it_at_the_whole_vocabulary(seed, k):
     g = torch.Generator().manual_seed(seed)
@@ -160,6 +165,7 @@ def test_top_k_reverse_kl_bounds_the_full_one_and_meets_it_at_the_whole_vocabula
             torch.testing.assert_close(part, full, rtol=1e-6, atol=1e-8)
 
 
+@few
 @given(seed=st.integers(0, 10**6))
 def test_whitened_tokens_have_mean_zero_and_deviation_one(seed):
     g = torch.Generator().manual_seed(seed)
@@ -196,6 +202,7 @@ def test_whitening_over_ranks_is_whitening_of_all_their_tokens():
     torch.testing.assert_close(torch.cat([out[i] for i in range(len(parts))]), mw.whiten(x, mask))
 
 
+@few
 @given(
     st.lists(st.floats(-60, 60), min_size=1, max_size=8), st.sampled_from(["token", "sequence_mean", "sequence_sum"])
 )

@@ -36,8 +36,7 @@ PAIR_LOSSES = {
     "simpo": mw.simpo_loss(),
     "reward-model": mw.reward_model_loss(centre=0.01),
 }
-settings.register_profile("algorithms", max_examples=15, deadline=None, derandomize=True)
-settings.load_profile("algorithms")
+few = settings(max_examples=15, deadline=None, derandomize=True)
 
 
 def split(rng: random.Random, items: list[int]) -> list[list[int]]:
@@ -73,6 +72,7 @@ def check(loss, sequences, first, second, how, seed, padding):
 
 
 @pytest.mark.parametrize("name", TOKEN_LOSSES)
+@few
 @given(seed=st.integers(0, 10**6), count=st.integers(2, 7), padding=st.integers(0, 3))
 def test_token_losses_do_not_depend_on_split_packing_or_padding(name, seed, count, padding):
     rng = random.Random(seed)
@@ -83,6 +83,7 @@ def test_token_losses_do_not_depend_on_split_packing_or_padding(name, seed, coun
 
 
 @pytest.mark.parametrize("name", PAIR_LOSSES)
+@few
 @given(seed=st.integers(0, 10**6), pairs=st.integers(1, 4), padding=st.integers(0, 3))
 def test_pair_losses_do_not_depend_on_split_packing_or_padding(name, seed, pairs, padding):
     rng = random.Random(seed)
@@ -94,6 +95,7 @@ def test_pair_losses_do_not_depend_on_split_packing_or_padding(name, seed, pairs
     check(PAIR_LOSSES[name], sequences, alone, [*packed, []], "token", seed, padding)
 
 
+@few
 @given(seed=st.integers(0, 10**6), count=st.integers(2, 6))
 def test_kto_does_not_depend_on_the_split(seed, count):
     rng = random.Random(seed)
@@ -150,6 +152,7 @@ def test_metrics_have_the_batch_shape_and_no_gradient():
             assert torch.isfinite(value).all(), (name, key)
 
 
+@few
 @given(seed=st.integers(0, 10**6))
 def test_at_equal_policies_every_ratio_is_exactly_one(seed):
     generator = torch.Generator().manual_seed(seed)
