@@ -336,7 +336,7 @@ for name in sys.argv[1:]:
 
 def imports(lane: str) -> Iterator[Finding]:
     """Whether the stack imports, in a fresh process with the environment an engine gets."""
-    names = ["torch", "monarch.actor", "torchtitan", "sglang", "sglang.srt.entrypoints.engine"]
+    names = ["torch", "monarch.actor", "torchtitan.models.qwen3", "sglang", "sglang.srt.entrypoints.engine"]
     environment = {**os.environ, "TORCH_COMPILE_DISABLE": "1"}
     if lane == "cpu":
         environment["SGLANG_USE_CPU_ENGINE"] = "1"
