@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from milkweed.errors import ConfigError, DataError, MilkweedError
-from milkweed.observe.metrics import MetricsLog, read_metrics
+from milkweed.observe.metrics import MetricsLog
 from milkweed.observe.samples import SampleLog
-from milkweed.observe.view import View, duration
+from milkweed.observe.view import View
 from milkweed.runs.config import RunConfig
 from milkweed.runs.directory import INVOCATION, RunDirectory, default_directory
 from milkweed.runs.mesh import ROLES, Mesh, up, whole
@@ -38,13 +38,16 @@ class Run:
     def __init__(self, config: RunConfig, directory: RunDirectory, mesh: Mesh, view: View) -> None:
         self.config, self.directory, self.mesh, self.view = config, directory, mesh, view
         self.held_out: list[tuple[int, float]] = []
+        self.state: dict[str, Any] = {}
+        """The recipe's own; what JSON can say. Kept in the checkpoints, so that a resumed run finds it as it was."""
         self.resumed = False
         self._streams: dict[str, PromptStream] = {}
         self._saved: dict[str, Any] = {}
-        self._saved_step = 0
         self._began = time.monotonic()
         self._spent_before = 0.0
         self._step: dict[str, Any] = {}
+        self._metrics: MetricsLog | None = None
+        self._samples: SampleLog | None = None
 
     # ---- what a recipe calls
 
@@ -202,10 +205,10 @@ class Run:
         state = {
             "streams": {name: s.state() for name, s in self._streams.items()},
             "held_out": self.held_out,
+            "recipe": self.state,
             "spent_s": self.spent_s,
         }
         await whole(self.mesh.trainer.save(state))
-        self._saved_step = self.step
         self.view.status("")
 
     @property
@@ -222,55 +225,34 @@ class Run:
 
     # ---- life
 
-    async def _open(self) -> None:
-        resumed_at = None
-        if self.directory.existed and self.mesh.trainer is not None:
-            saved = await self.mesh.trainer.load()
-            resumed_at = 0
-            if saved is not None:
-                self._saved, self.resumed, resumed_at = saved, True, self.step
-                self.held_out = [(int(s), float(r)) for s, r in saved.get("held_out", [])]
-                self._spent_before = float(saved.get("spent_s", 0.0))
-                self._saved_step = self.step
-                self.view.say(f"resumed from checkpoint {self.step} of {self.directory.path}")
-        path = self.directory.path
-        self._metrics = MetricsLog(path, resumed_at=resumed_at, wandb=self.config.wandb, config=self.directory.record.config)
-        self._samples = SampleLog(path, per_step=self.config.samples_logged, resumed_at=resumed_at)
+    @classmethod
+    async def open(
+        cls,
+        config: RunConfig,
+        *,
+        model: str | Path,
+        roles: Sequence[str] = ROLES,
+        reference: bool = False,
+        view: View | None = None,
+    ) -> Run:
+        """Open the run directory, bring the mesh up, and resume if there is something to resume. End it with `close`.
 
-    def _close(self) -> None:
-        self._metrics.close()
-        self._samples.close()
-
-
-def _fractions(names: Sequence[str]) -> dict[str, float]:
-    return {name: names.count(name) / len(names) for name in sorted(set(names))}
-
-
-@asynccontextmanager
-async def start(
-    config: RunConfig,
-    *,
-    model: str | Path,
-    roles: Sequence[str] = ROLES,
-    reference: bool = False,
-    view: View | None = None,
-) -> AsyncIterator[Run]:
-    """Open the run directory, bring the mesh up, resume if there is something to resume, and take all down at the end.
-
-    `config.run_dir` names the directory (default: a new one under `runs/`). Raises RunLocked where another controller
-    holds it, ConfigError for a configuration that is wrong or not the one the run began with.
-    """
-    recipe, arguments = INVOCATION.get()
-    directory = RunDirectory(
-        config.run_dir or default_directory(recipe),
-        recipe=recipe,
-        arguments=arguments,
-        config=msgspec.to_builtins(config) | {"model": str(Path(model).absolute())},
-        allow_changes=config.allow_changes,
-    )
-    view = view or View(f"{Path(recipe).stem}  {directory.path.name}", config.steps)
-    try:
-        with view:
+        `config.run_dir` names the directory (default: a new one under `runs/`). Raises RunLocked where another
+        controller holds it, ConfigError for a configuration that is wrong or not the one the run began with; nothing
+        is left running or locked then.
+        """
+        recipe, arguments = INVOCATION.get()
+        directory = RunDirectory(
+            config.run_dir or default_directory(recipe),
+            recipe=recipe,
+            arguments=arguments,
+            config=msgspec.to_builtins(config) | {"model": str(Path(model).absolute())},
+            allow_changes=config.allow_changes,
+        )
+        view = view or View(f"{Path(recipe).stem}  {directory.path.name}", config.steps)
+        view.__enter__()
+        run = None
+        try:
             view.say(f"run directory {directory.path}")
             mesh = await up(
                 config.mesh,
@@ -281,24 +263,66 @@ async def start(
                 reference=reference,
                 progress=view.status,
             )
-            try:
-                run = Run(config, directory, mesh, view)
-                await run._open()
-                try:
-                    if mesh.rollout is not None and mesh.trainer is not None:
-                        view.status("giving the engines the trainer's weights")
-                        await mesh.publish()
-                    view.status("")
-                    yield run
-                finally:
-                    run._close()
-            finally:
-                view.status("taking the mesh down")
-                await whole(mesh.down())
-                view.status("")
-        view.say(run.summary())
-    finally:
-        directory.close()
+            run = cls(config, directory, mesh, view)
+            await run._open()
+            return run
+        except BaseException:
+            if run is not None:
+                await run._close()
+            view.__exit__(None, None, None)
+            directory.close()
+            raise
+
+    async def _open(self) -> None:
+        resumed_at = None
+        if self.directory.existed and self.mesh.trainer is not None:
+            saved = await self.mesh.trainer.load()
+            resumed_at = 0
+            if saved is not None:
+                self._saved, self.resumed, resumed_at = saved, True, self.step
+                self.held_out = [(int(s), float(r)) for s, r in saved.get("held_out", [])]
+                self.state = saved.get("recipe", {})
+                self._spent_before = float(saved.get("spent_s", 0.0))
+                self.view.say(f"resumed from checkpoint {self.step} of {self.directory.path}")
+        path = self.directory.path
+        self._metrics = MetricsLog(path, resumed_at=resumed_at, wandb=self.config.wandb, config=self.directory.record.config)
+        self._samples = SampleLog(path, per_step=self.config.samples_logged, resumed_at=resumed_at)
+        if self.mesh.rollout is not None and self.mesh.trainer is not None:
+            self.view.status("giving the engines the trainer's weights")
+            await self.mesh.publish()
+        self.view.status("")
+
+    async def close(self) -> None:
+        """Take the mesh down and give up the directory; the last line says what came of the run."""
+        self.view.status("taking the mesh down")
+        await self._close()
+        self.view.status("")
+        self.view.__exit__(None, None, None)
+        self.view.say(self.summary())
+        self.directory.close()
+
+    async def _close(self) -> None:
+        try:
+            await whole(self.mesh.down())
+        finally:
+            for log in (self._metrics, self._samples):
+                if log is not None:
+                    log.close()
 
 
-__all__ = ["Run", "RunConfig", "start", "read_metrics", "duration"]
+def _fractions(names: Sequence[str]) -> dict[str, float]:
+    return {name: names.count(name) / len(names) for name in sorted(set(names))}
+
+
+@asynccontextmanager
+async def start(config: RunConfig, **options: Any) -> AsyncIterator[Run]:
+    """`Run.open` for `async with`: the mesh is taken down at the end of the block, however it ends."""
+    run = await Run.open(config, **options)
+    try:
+        yield run
+    except BaseException:
+        await run._close()
+        run.view.__exit__(None, None, None)
+        run.directory.close()
+        raise
+    await run.close()
