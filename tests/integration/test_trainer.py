@@ -179,3 +179,64 @@ def test_logits_equal_those_of_transformers_before_and_after_export(family, mode
                 # ours are token-aligned: what predicts a token stands at that token
                 assert (ours[at][1:] - expected[:-1]).abs().max() < 2e-5 * max(1.0, expected.abs().max())
     assert math.isfinite(float(ours.sum()))
+
+
+@pytest.fixture(scope="module")
+def critic(models, tmp_path_factory) -> tuple[dict, Path]:
+    folder = tmp_path_factory.mktemp("critic") / "run"
+    return run("critic", models("qwen3 tied"), folder, 1)["one"], folder / "one-critic" / "exported"
+
+
+def test_a_critic_learns_from_a_policys_folder_and_is_kept_whole(critic):
+    found, _ = critic
+    assert found["fresh"] == 0 and found["losses"][2] < 0.8 * found["losses"][0]
+    assert found["loaded_equal"] and found["exported_equal"] and found["published_once"] and found["names_right"]
+
+
+def test_a_critic_on_two_ranks_is_the_one_on_one_rank(models, critic, tmp_path):
+    one, _ = critic
+    for degrees, found in run("critic", models("qwen3 tied"), tmp_path / "run", 2).items():
+        if degrees == "_folder":
+            continue
+        assert found["losses"] == pytest.approx(one["losses"], rel=1e-3), degrees
+        assert found["grad_norms"] == pytest.approx(one["grad_norms"], rel=1e-3), degrees
+        assert found["values"] == pytest.approx(one["values"], abs=1e-3), degrees
+        assert all(found[k] for k in ("loaded_equal", "exported_equal", "published_once", "names_right")), degrees
+
+
+def test_a_critics_folder_is_one_of_transformers_sequence_classifiers(critic):
+    import torch
+    import transformers
+    from trainer_scenarios import value_batch
+
+    found, folder = critic
+    batch = value_batch()
+    values = torch.tensor(found["values"]).view(batch.tokens.shape)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    assert model.config.num_labels == 1
+    with torch.no_grad():
+        for segment in range(int(batch.segments.max()) + 1):
+            at = (batch.segments == segment).nonzero(as_tuple=True)
+            hidden = model.model(batch.tokens[at][None]).last_hidden_state
+            assert (model.score(hidden)[0, :, 0] - values[at]).abs().max() < 2e-5
+
+
+def test_a_head_is_not_taken_for_the_other(models, critic):
+    from trainer_scenarios import packed_batch
+
+    from milkweed.errors import ConfigError, DataError, StepRefused
+    from milkweed.training.config import TrainerConfig
+    from milkweed.training.rank import TrainerRank
+
+    config = TrainerConfig(seq_len=64)
+    with pytest.raises(DataError, match="no policy"):
+        TrainerRank(str(critic[1]), config)
+    with pytest.raises(ConfigError, match="'policy' or 'value'"):
+        TrainerRank(str(critic[1]), config, head="scores")
+    policy, value = TrainerRank(str(models("qwen3")), config), TrainerRank(str(critic[1]), config, head="value")
+    with pytest.raises(ConfigError, match="no values"):
+        policy.values(packed_batch())
+    with pytest.raises(ConfigError, match="no log-probs"):
+        value.logprobs(packed_batch())
+    with pytest.raises(StepRefused, match="it is no policy"):
+        value.update(packed_batch(), lambda batch, policy: -policy.logprobs)

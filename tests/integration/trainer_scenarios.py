@@ -4,14 +4,17 @@ environment of torch.distributed. Rank 0 writes what it saw as JSON to OUT."""
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from milkweed.algorithms import value_loss
 from milkweed.errors import StepRefused
 from milkweed.training import shards
+from milkweed.training.batching import merge_rows
 from milkweed.training.config import TrainerConfig
 from milkweed.training.rank import TrainerRank
 from milkweed.types import Batch
@@ -86,6 +89,54 @@ def one_step(model: str, **degrees) -> dict:
         "published_once": all(bool((c == 1).all()) for c, _ in together.values()),
         "values_right": all(torch.equal(whole[n].cpu(), v) for n, (_, v) in together.items()),
     }
+
+
+def value_batch() -> Batch:
+    """Returns that say which token was read, so that a head which looks one token off cannot learn them."""
+    batch = packed_batch()
+    target = (batch.tokens % 2).float()
+    batch.extra |= {"returns": target, "values": torch.zeros_like(target)}
+    return batch
+
+
+def value_steps(model: str, folder: str, **degrees) -> dict:
+    """A critic made from a policy's folder: three steps, a checkpoint between, an export that is a critic's folder."""
+    config = TrainerConfig(lr=1e-2, seq_len=64, micro_rows=2, **degrees)
+    run = f"{folder}/{'-'.join(degrees) or 'one'}-critic"
+    rank, batch, loss = TrainerRank(model, config, run_dir=run, head="value"), value_batch(), value_loss(clip=None)
+    fresh = values_of(rank, batch)
+    steps = [rank.update(batch, loss), rank.update(batch, loss)]
+    rank.save("{}")
+    saved, values = rank.checksum(), values_of(rank, batch)
+    steps.append(rank.update(batch, loss))
+    rank.save("{}")
+    rank.load(step=2)
+    rank.export(f"{run}/exported")
+    dist.barrier()  # the folder is written by one rank
+    again = TrainerRank(f"{run}/exported", config, optimise=False, head="value")
+    together = collect(rank.hf_shards())
+    return {
+        "fresh": fresh.abs().max().item(),
+        "losses": [s["loss"] for s in steps],
+        "grad_norms": [s["grad_norm"] for s in steps],
+        "values": values.flatten().tolist(),
+        "loaded_equal": rank.checksum() == saved and str(rank.version) == "1.2",
+        "exported_equal": again.checksum() == saved,
+        "published_once": all(bool((c == 1).all()) for c, _ in together.values()),
+        "names_right": sorted(together) == sorted(rank.architecture.weights()),
+    }
+
+
+def values_of(rank: TrainerRank, batch: Batch) -> torch.Tensor:
+    parts = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, rank.values(batch))
+    return merge_rows(parts, *batch.tokens.shape)
+
+
+def critic(model: str, out: dict) -> None:
+    every = [{"data_parallel_shard": 2}, {"tensor_parallel": 2}, {"data_parallel_replicate": 2}, {"context_parallel": 2}]
+    for degrees in every if os.environ["WORLD_SIZE"] == "2" else [{}]:
+        out[next(iter(degrees), "one")] = value_steps(model, out["_folder"], **degrees)
 
 
 def parallel(model: str, out: dict) -> None:
@@ -194,7 +245,7 @@ if __name__ == "__main__":
     scenario, model, target = sys.argv[1:]
     torch.set_num_threads(1)
     result: dict = {"_folder": str(Path(target).parent)}
-    {"one": one, "alone": alone, "parallel": parallel, "four": four}[scenario](model, result)
+    {"one": one, "alone": alone, "parallel": parallel, "four": four, "critic": critic}[scenario](model, result)
     if dist.get_rank() == 0:
         Path(target).write_text(json.dumps(result))
     dist.destroy_process_group()

@@ -26,12 +26,14 @@ class TrainerActor(Actor):
         return value, time.perf_counter() - started
 
     @endpoint
-    def start(self, model: str, config: TrainerConfig, run_dir: str | None, optimise: bool) -> tuple[dict[str, Any], float]:
-        """Build the policy; its statistics. Raises ConfigError or DataError."""
+    def start(
+        self, model: str, config: TrainerConfig, run_dir: str | None, optimise: bool, head: str
+    ) -> tuple[dict[str, Any], float]:
+        """Build the policy (or critic); its statistics. Raises ConfigError or DataError."""
         from milkweed.training.rank import TrainerRank
 
         def work() -> dict[str, Any]:
-            self._rank = TrainerRank(model, config, run_dir=run_dir, optimise=optimise)
+            self._rank = TrainerRank(model, config, run_dir=run_dir, optimise=optimise, head=head)
             return self._rank.stats()
 
         return self._timed(work)
@@ -53,6 +55,16 @@ class TrainerActor(Actor):
         return self._timed(lambda: self._rank.logprobs(batch))
 
     @endpoint
+    def values(self, batch: Any) -> tuple[Any, float]:
+        """See TrainerRank.values."""
+        return self._timed(lambda: self._rank.values(batch))
+
+    @endpoint
+    def top_logprobs(self, batch: Any, k: int) -> tuple[Any, float]:
+        """See TrainerRank.top_logprobs."""
+        return self._timed(lambda: self._rank.top_logprobs(batch, k))
+
+    @endpoint
     def publish(self, readers: list[str], dtype: str | None, ttl_s: float) -> tuple[Any, float]:
         """See TrainerRank.publish."""
         return self._timed(lambda: self._rank.publish(readers, dtype=dtype, ttl_s=ttl_s))
@@ -68,11 +80,11 @@ class TrainerActor(Actor):
         return self._timed(lambda: self._rank.save(state))
 
     @endpoint
-    def load(self, incarnation: int | None) -> tuple[dict[str, Any], float]:
+    def load(self, incarnation: int | None, step: int | None) -> tuple[dict[str, Any], float]:
         """See TrainerRank.load. The answer has the version besides."""
 
         def work() -> dict[str, Any]:
-            state = self._rank.load(incarnation)
+            state = self._rank.load(incarnation, step)
             return {"state": state, "version": self._rank.version}
 
         return self._timed(work)

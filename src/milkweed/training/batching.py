@@ -10,7 +10,7 @@ import torch
 from milkweed.errors import DataError
 from milkweed.types import Batch
 
-_PADDING = {"segments": -1}
+_PADDING = {"segments": -1, "pair": -1}
 
 
 def rows_of(rank: int, ranks: int, rows: int) -> list[int]:
@@ -85,12 +85,12 @@ def check(batch: Batch, *, seq_len: int, vocab: int) -> None:
 
 
 def merge_rows(parts: Sequence[tuple[list[int], torch.Tensor] | None], rows: int, seq: int) -> torch.Tensor:
-    """Put ranks' rows `(indices, [n, seq])` back in the order of the batch."""
-    out = torch.zeros(rows, seq)
-    for part in parts:
-        if part is not None:
-            index, values = part
-            out[index] = values.to(out.dtype)
+    """Put ranks' rows `(indices, [n, seq, ...])` back in the order of the batch; `[rows, seq, ...]`."""
+    given = [part for part in parts if part is not None]
+    like = given[0][1] if given else torch.zeros(0, seq)
+    out = like.new_zeros(rows, seq, *like.shape[2:])
+    for index, values in given:
+        out[index] = values
     return out
 
 

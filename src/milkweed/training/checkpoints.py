@@ -72,8 +72,8 @@ class Checkpoints:
             shutil.rmtree(aside, ignore_errors=True)
         return str(place)
 
-    def load(self) -> Found | None:
-        """Restore the latest whole checkpoint into model and optimiser; None where there is none."""
+    def load(self, step: int | None = None) -> Found | None:
+        """Restore the latest whole checkpoint, or that of `step`, into model and optimiser; None where there is none."""
         if self._first() and self.folder.is_dir():
             for aside in self.folder.glob("replaced-*"):
                 place = self.folder / aside.name.replace("replaced", "step")
@@ -83,7 +83,9 @@ class Checkpoints:
                     shutil.rmtree(place, ignore_errors=True)
                     aside.rename(place)
         self._barrier()
-        if not self.manager.load():
+        if step is not None and not (self.folder / f"step-{step}" / ".metadata").exists():
+            return None
+        if not self.manager.load(-1 if step is None else step):
             return None
         v = self.state.values
         return Found(PolicyVersion.parse(v["version"]), v["state"], float(v["peak_lr"]))

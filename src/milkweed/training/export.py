@@ -15,8 +15,9 @@ SIDE_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 _SKIP = {"config.json", "model.safetensors.index.json"}
 
 
-def copy_side_files(source: Path, target: Path, dtype: str) -> None:
-    """Tokenizer, chat template and generation config as they are; config.json with the dtype that was written."""
+def copy_side_files(source: Path, target: Path, dtype: str, *, value_head: bool = False) -> None:
+    """Tokenizer, chat template and generation config as they are; config.json with the dtype that was written and, for
+    a model with a value head, as transformers' models for sequence classification with one label have it."""
     for pattern in SIDE_FILES:
         for file in sorted(source.glob(pattern)):
             if file.name not in _SKIP and file.is_file():
@@ -24,6 +25,10 @@ def copy_side_files(source: Path, target: Path, dtype: str) -> None:
     config = json.loads((source / "config.json").read_text())
     config.pop("torch_dtype", None)
     config["dtype"] = dtype
+    if value_head:
+        names = config.get("architectures") or [""]
+        config["architectures"] = [n.replace("ForCausalLM", "ForSequenceClassification") for n in names]
+        config |= {"id2label": {"0": "score"}, "label2id": {"score": 0}}
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 

@@ -16,6 +16,9 @@ from milkweed.errors import ConfigError, DataError
 
 FAMILIES = {"qwen3": "Qwen3", "qwen3_moe": "Qwen3 MoE", "llama": "Llama", "qwen2": "Qwen2"}
 _INDEX = "model.safetensors.index.json"
+Head = Literal["policy", "value"]
+VALUE_HEAD = "score.weight"
+"""A value head's weight `[1, dim]` in a folder, by the name that transformers' models for sequence classification use."""
 
 
 class LlamaRope(msgspec.Struct, frozen=True):
@@ -37,9 +40,11 @@ class Experts(msgspec.Struct, frozen=True):
 
 
 class Architecture(msgspec.Struct, frozen=True, kw_only=True):
-    """One decoder, in the names of the field. `moe_layers` lists the layers that hold experts."""
+    """One decoder, in the names of the field. `moe_layers` lists the layers that hold experts. `head` is what stands on
+    it: the "policy"'s over the vocabulary, or the one number of a "value" head, whose weight is `VALUE_HEAD`."""
 
     family: Literal["llama", "qwen2", "qwen3", "qwen3_moe"]
+    head: Head = "policy"
     vocab: int
     dim: int
     layers: int
@@ -67,7 +72,9 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
         """Every weight of the model by its Hugging Face name, with its shape. A tied head has no entry."""
         d, h, kv = self.dim, self.heads * self.head_dim, self.kv_heads * self.head_dim
         out: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab, d), "model.norm.weight": (d,)}
-        if not self.tied:
+        if self.head == "value":
+            out[VALUE_HEAD] = (1, d)
+        elif not self.tied:
             out["lm_head.weight"] = (self.vocab, d)
         for i in range(self.layers):
             at = f"model.layers.{i}"
@@ -107,11 +114,13 @@ def _json(path: Path) -> Any:
         raise DataError(f"{path}: cannot be read as JSON: {error}") from error
 
 
-def read_architecture(folder: str | Path) -> Architecture:
-    """The architecture that `folder/config.json` describes.
+def read_architecture(folder: str | Path, head: Head = "policy") -> Architecture:
+    """The architecture that `folder/config.json` describes, with `head` on it.
 
     Raises DataError where the file is missing or broken, ConfigError naming the key where the trainer has no such model.
     """
+    if head not in ("policy", "value"):
+        raise ConfigError(f"head must be 'policy' or 'value', not {head!r}")
     path = Path(folder) / "config.json"
     raw = _json(path)
     family = raw.get("model_type")
@@ -153,6 +162,7 @@ def read_architecture(folder: str | Path) -> Architecture:
         moe_layers = tuple(i for i in range(layers) if i not in dense and (i + 1) % every == 0)
     return Architecture(
         family=family,
+        head=head,
         vocab=int(need("vocab_size")),
         dim=dim,
         layers=layers,
@@ -163,7 +173,7 @@ def read_architecture(folder: str | Path) -> Architecture:
         norm_eps=float(raw.get("rms_norm_eps") or 1e-6),
         rope_theta=float(rope.get("rope_theta") or 10000.0),
         max_positions=int(need("max_position_embeddings")),
-        tied=bool(raw.get("tie_word_embeddings", False)),
+        tied=head == "policy" and bool(raw.get("tie_word_embeddings", False)),
         rope=None
         if kind == "default"
         else LlamaRope(
@@ -214,10 +224,20 @@ def weight_files(folder: str | Path) -> dict[str, WeightInfo]:
     return out
 
 
+def has_value_head(folder: str | Path) -> bool:
+    """Whether the folder is a critic or reward model: it holds a value head."""
+    return VALUE_HEAD in weight_files(folder)
+
+
 def check_weights(folder: str | Path, architecture: Architecture) -> None:
-    """Refuse a folder whose weights are not those that its config.json promises. Raises DataError naming one."""
+    """Refuse a folder whose weights are not those that its config.json promises. Raises DataError naming one. Only a
+    value head may be missing: one made from a policy's folder begins at zero."""
     found = weight_files(folder)
+    if architecture.head == "policy" and VALUE_HEAD in found:
+        raise DataError(f"{folder}: holds a value head ({VALUE_HEAD}), so it is a critic or reward model and no policy")
     for name, shape in architecture.weights().items():
+        if name == VALUE_HEAD and name not in found:
+            continue
         if name not in found:
             raise DataError(f"{folder}: weight {name!r} is missing though config.json asks for it")
         if found[name].shape != shape:

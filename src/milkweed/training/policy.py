@@ -1,4 +1,4 @@
-"""What a loss sees of a forward pass: token-aligned log-probs, and entropy and logits for those who ask.
+"""What a loss sees of a forward pass: token-aligned log-probs, and entropy and logits for those who ask; or values.
 
 Logits come out of the model one token early (those at `t` speak of `t + 1`), cut over the vocabulary under tensor
 parallelism and over the row under context parallelism. All of that ends here.
@@ -161,3 +161,25 @@ class Policy:
 
             full = full.redistribute(placements=[Replicate()] * full.device_mesh.ndim).to_local()
         return self._aligned(full.float() / self._temperature)
+
+    def top(self, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids and log-probs `[rows, seq, k]` of the k likeliest words for each token, best first; without gradient."""
+        with torch.no_grad():
+            logits = self.logits()
+            best, ids = logits.topk(k, dim=-1)
+            logprobs = best - logits.logsumexp(-1, keepdim=True)
+            return ids, torch.where(self._valid[..., None], logprobs, torch.zeros((), device=logprobs.device))
+
+
+class Values:
+    """The ValueOutput of one micro-batch. `out` `[rows, share of seq, 1]` as the value head gave it; `values` is at the
+    head's own position (that of the token just read) and knows no temperature."""
+
+    def __init__(self, out: torch.Tensor, batch: Batch, *, cp_group: Any) -> None:
+        values = (out.to_local() if hasattr(out, "to_local") else out).squeeze(-1).float()
+        if cp_group is not None:
+            values = GatherRow.apply(values, cp_group)
+        self.values = torch.where(batch.segments >= 0, values, torch.zeros((), device=values.device))
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"a model with a value head has `values` only, no {name!r}: it is no policy")

@@ -21,33 +21,35 @@ from milkweed.training import batching, shards, titan
 from milkweed.training.checkpoints import Checkpoints
 from milkweed.training.config import TrainerConfig
 from milkweed.training.export import Partial, copy_side_files, write_weights
-from milkweed.training.model import check_weights, read_architecture
-from milkweed.training.policy import Policy
+from milkweed.training.model import Head, check_weights, read_architecture
+from milkweed.training.policy import Policy, Values
 from milkweed.transfer.manifest import RankManifest
 from milkweed.types import Batch, Loss, PolicyVersion
 
+Rows = tuple[list[int], torch.Tensor]
 EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class TrainerRank:
-    """A policy loaded from the Hugging Face folder `model` and, unless `optimise` is off (a reference), its optimiser.
+    """A policy, or with `head="value"` a critic or reward model, loaded from the Hugging Face folder `model` and, unless
+    `optimise` is off (a reference), its optimiser.
 
     `run_dir` is where checkpoints go; without it `save` and `load` are refused. Raises ConfigError or DataError, naming
     the key or the file, where the folder or the degrees will not do.
     """
 
     def __init__(
-        self, model: str, config: TrainerConfig, *, run_dir: str | None = None, optimise: bool = True
+        self, model: str, config: TrainerConfig, *, run_dir: str | None = None, optimise: bool = True, head: Head = "policy"
     ) -> None:
         started = time.perf_counter()
         torch.set_num_threads(config.threads)
         self.folder, self.config = str(model), config
-        self.architecture = read_architecture(model)
+        self.architecture = read_architecture(model, head)
         check_weights(model, self.architecture)
         self.parallel = titan.build(self.architecture, config, run_dir or "")
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         # taken while the parameters are sharded: after a forward pass the modules may show gathered ones instead
-        self.parameters = titan.parameters(self.parallel)
+        self.parameters = titan.parameters(self.parallel, self.architecture)
         shards.load(self.parameters, self.folder)
         self.version = PolicyVersion()
         self.peak_lr = config.lr
@@ -86,7 +88,7 @@ class TrainerRank:
         # on a GPU every new length recompiles the attention kernel, whose blocks are 128 wide
         return self.config.row_multiple * (128 if torch.cuda.is_available() else 1)
 
-    def forward(self, micro: Batch) -> Policy:
+    def forward(self, micro: Batch) -> Policy | Values:
         """One pass over whole rows; under context parallelism this rank computes its share of each."""
         p = self.parallel
         length = micro.tokens.shape[1] // p.cp_size
@@ -94,6 +96,8 @@ class TrainerRank:
         with p.context():
             mask, inputs, positions = titan.attention_inputs(p, micro, cut)
             logits = p.model(inputs, positions=positions, attention_masks=mask)
+        if self.architecture.head == "value":
+            return Values(logits, micro, cp_group=self._cp_group)
         return Policy(logits, micro, cp_group=self._cp_group, tp_group=self._tp_group, cp_slice=cut)
 
     def _to_device(self, micro: Batch) -> Batch:
@@ -112,21 +116,40 @@ class TrainerRank:
         dist.all_gather_object(said, error, group=self._world_group)
         return next((f"rank {i}: {e}" for i, e in enumerate(said) if e is not None), None)
 
-    def logprobs(self, batch: Batch) -> tuple[list[int], torch.Tensor] | None:
+    def logprobs(self, batch: Batch) -> Rows | None:
         """Log-probs `[own rows, seq]` with the indices of those rows; None from ranks that only help another."""
+        return self._score(batch, "policy", lambda out: out.logprobs)
+
+    def values(self, batch: Batch) -> Rows | None:
+        """What the value head says at each token, as `logprobs` answers. Raises ConfigError for a policy."""
+        return self._score(batch, "value", lambda out: out.values)
+
+    def top_logprobs(self, batch: Batch, k: int) -> Rows | None:
+        """Ids and log-probs of the k likeliest words for each token, as `logprobs` answers: `[own rows, seq, 2, k]`, ids
+        first, float64."""
+        if not 1 <= k <= self.architecture.vocab:
+            raise ConfigError(f"top_logprobs: k must lie in 1 to {self.architecture.vocab} (the vocabulary), not {k}")
+        return self._score(batch, "policy", lambda out: torch.stack([x.double() for x in out.top(k)], dim=2))
+
+    def _score(self, batch: Batch, head: Head, read: Callable[[Any], torch.Tensor]) -> Rows | None:
+        """What `read` takes from the pass over each micro-batch, `[rows, seq, ...]`, put together for this rank's rows."""
+        if self.architecture.head != head:
+            have = {"policy": "a policy, which has log-probs and no values", "value": "a value head, which has no log-probs"}
+            raise ConfigError(f"this model has {have[self.architecture.head]}; which of both is said when it is started (head=)")
         started = time.perf_counter()
         batching.check(batch, seq_len=self.config.seq_len, vocab=self.architecture.vocab)
         index: list[int] = []
-        out = torch.zeros(len(batching.rows_of(self.parallel.batch_rank, self.parallel.batch_size, batch.rows)), batch.tokens.shape[1])
+        parts: list[torch.Tensor] = []
         with torch.no_grad():
             for rows, micro in self._micro_batches(batch):
-                values = self.forward(self._to_device(micro)).logprobs[: len(rows)].float().cpu()
-                width = min(values.shape[1], out.shape[1])
-                out[len(index) : len(index) + len(rows), :width] = values[:, :width]
+                values = read(self.forward(self._to_device(micro)))[: len(rows), : batch.tokens.shape[1]].cpu()
+                out = values.new_zeros(len(rows), batch.tokens.shape[1], *values.shape[2:])
+                out[:, : values.shape[1]] = values
+                parts.append(out)
                 index += rows
         titan.reshard(self.parallel.model)
         self.busy_s += time.perf_counter() - started
-        return (index, out) if self._speaks else None
+        return (index, torch.cat(parts)) if self._speaks else None
 
     def update(self, batch: Batch, loss: Loss, *, clip_norm: float | None = None) -> dict[str, float]:
         """One optimiser step over the whole batch, or none at all.
@@ -226,12 +249,12 @@ class TrainerRank:
         """Write a checkpoint of this version with the controller's `state` (JSON text) inside. Returns its folder."""
         return self._store().save(self.version, state, self.peak_lr)
 
-    def load(self, incarnation: int | None = None) -> str | None:
-        """Go back to the latest whole checkpoint; the state kept inside, or None where there is none.
+    def load(self, incarnation: int | None = None, step: int | None = None) -> str | None:
+        """Go back to the latest whole checkpoint, or that of `step`; the state kept inside, or None where there is none.
 
         The version's incarnation becomes `incarnation`, or one more than the checkpoint's.
         """
-        found = self._store().load()
+        found = self._store().load(step)
         if found is None:
             return None
         self.peak_lr = found.peak_lr
@@ -281,7 +304,7 @@ class TrainerRank:
             with Partial(folder) as partial:
                 cast = ((n, t.to("cpu", EXPORT_DTYPES[dtype]).contiguous().clone()) for n, t in tensors)
                 size = write_weights(cast, partial.path)
-                copy_side_files(Path(self.folder), partial.path, dtype)
+                copy_side_files(Path(self.folder), partial.path, dtype, value_head=self.architecture.head == "value")
                 partial.commit()
         finally:
             for _ in tensors:  # the other ranks gather to the end, whatever happened to the files

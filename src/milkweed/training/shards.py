@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from milkweed.training.model import weight_files
+from milkweed.training.model import VALUE_HEAD, weight_files
 from milkweed.training.titan_model import HF_NAMES
 
 
@@ -75,7 +75,8 @@ def plan(parameters: dict[str, torch.nn.Parameter], *, copies: bool = False) -> 
 
 @torch.no_grad()
 def load(parameters: dict[str, torch.nn.Parameter], folder: str | Path) -> None:
-    """Fill this rank's part of every parameter from the folder's safetensors, reading its slices only.
+    """Fill this rank's part of every parameter from the folder's safetensors, reading its slices only. A value head that
+    the folder does not have becomes zero.
 
     The folder has passed `model.check_weights`.
     """
@@ -84,6 +85,9 @@ def load(parameters: dict[str, torch.nn.Parameter], folder: str | Path) -> None:
     files = weight_files(folder)
     by_file: dict[str, list[Piece]] = {}
     for piece in plan(parameters, copies=True):
+        if piece.name == VALUE_HEAD and piece.name not in files:
+            local_part(piece.parameter).zero_()
+            continue
         by_file.setdefault(files[piece.name].file, []).append(piece)
     for file, pieces in by_file.items():
         with safe_open(Path(folder) / file, framework="pt") as weights:

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from milkweed.errors import ConfigError
 from milkweed.training.attention import DocumentMask
 from milkweed.training.config import TrainerConfig
-from milkweed.training.model import Architecture
-from milkweed.training.titan_model import model_spec, prepare
+from milkweed.training.model import VALUE_HEAD, Architecture
+from milkweed.training.titan_model import model_spec, prepare, value_head_sharding
 from milkweed.types import Batch
 
 if TYPE_CHECKING:
@@ -107,6 +107,8 @@ def build(architecture: Architecture, config: TrainerConfig, folder: str) -> Par
     torch.manual_seed(config.seed)
     # what `update_from_config` would do, without its import of TorchTitan's own training loop and all that that imports
     set_qwen3_sharding_config(spec.model, enable_sp=parallelism.enable_sequence_parallel, enable_ep=False)
+    if architecture.head == "value":
+        spec.model.lm_head.sharding_config = value_head_sharding()
     with torch.device("meta"):
         model = spec.model.build()
     model = spec.parallelize_fn(
@@ -173,11 +175,14 @@ def reshard(model: torch.nn.Module) -> None:
             module.reshard()
 
 
-def parameters(parallel: Parallel) -> dict[str, torch.nn.Parameter]:
-    """The model's parameters, each once, under its TorchTitan name (wrappers' prefixes removed)."""
+def parameters(parallel: Parallel, architecture: Architecture) -> dict[str, torch.nn.Parameter]:
+    """The model's parameters, each once, under its TorchTitan name (wrappers' prefixes removed). A value head, which
+    stands in the place of the output layer, goes by its own name."""
     from torchtitan.components.checkpointer.utils import canonical_fqn
 
-    return {canonical_fqn(name): p for name, p in parallel.model.named_parameters()}
+    own = {"lm_head.weight": VALUE_HEAD} if architecture.head == "value" else {}
+    names = ((canonical_fqn(name), p) for name, p in parallel.model.named_parameters())
+    return {own.get(name, name): p for name, p in names}
 
 
 def build_optimizer(parallel: Parallel, config: TrainerConfig) -> Any:

@@ -20,7 +20,7 @@ import torch
 
 from milkweed.errors import ConfigError
 from milkweed.training.attention import document_attention
-from milkweed.training.model import Architecture
+from milkweed.training.model import VALUE_HEAD, Architecture
 
 VERSION = "0.3.0"
 _ready = False
@@ -31,6 +31,7 @@ HF_NAMES = {
     "tok_embeddings.weight": "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
     "lm_head.weight": "lm_head.weight",
+    VALUE_HEAD: VALUE_HEAD,  # `titan.parameters` calls it so
     "layers.{}.attention_norm.weight": "model.layers.{}.input_layernorm.weight",
     "layers.{}.ffn_norm.weight": "model.layers.{}.post_attention_layernorm.weight",
     f"{_ATTENTION}.qkv_linear.wq.weight": "model.layers.{}.self_attn.q_proj.weight",
@@ -235,7 +236,7 @@ def model_spec(a: Architecture, seq_len: int) -> Any:
         enable_weight_tying=a.tied,
         tok_embeddings=Embedding.Config(num_embeddings=a.vocab, embedding_dim=a.dim, param_init=init),
         norm=norm(a.dim),
-        lm_head=Linear.Config(in_features=a.dim, out_features=a.vocab, param_init=init),
+        lm_head=Linear.Config(in_features=a.dim, out_features=1 if a.head == "value" else a.vocab, param_init=init),
         layers=[layer(i) for i in range(a.layers)],
     )
     return ModelSpec(
@@ -246,4 +247,21 @@ def model_spec(a: Architecture, seq_len: int) -> Any:
         pipelining_fn=None,
         post_optimizer_build_fn=None,
         state_dict_adapter=None,  # its mixture-of-experts part fails on HSDP and TP; `shards` does this work
+    )
+
+
+def value_head_sharding() -> Any:
+    """A value head's one row is not cut under tensor parallelism: every rank computes every value."""
+    prepare()
+    import spmd_types as spmd
+    from torchtitan.models.common.decoder_sharding import dense_activation_placement, dense_param_placement
+    from torchtitan.protocols.sharding import ShardingConfig
+
+    whole = dense_activation_placement(tp=spmd.R)
+    return ShardingConfig(
+        state_shardings={"weight": dense_param_placement(tp=spmd.R)},
+        in_src_shardings={"input": whole},
+        in_dst_shardings={"input": whole},
+        out_src_shardings=whole,
+        out_dst_shardings=whole,
     )

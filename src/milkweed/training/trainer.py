@@ -1,4 +1,4 @@
-"""The controller's handle on a policy that trains (or, as a reference, only scores)."""
+"""The controller's handle on a policy that trains (or, as a reference, only scores), on a critic, on a reward model."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import msgspec
 
 from milkweed.errors import MilkweedError, RemoteError, TransferError
 from milkweed.training.config import TrainerConfig
+from milkweed.training.model import Head
 from milkweed.training.shipping import Shipped, ship
 from milkweed.transfer.manifest import Manifest, join
 from milkweed.types import Batch, Loss, PolicyVersion
@@ -25,7 +26,7 @@ T = TypeVar("T")
 
 
 class Trainer:
-    """One policy on its replica. Calls run one after another; one that is cancelled while it runs still ends there, and
+    """One policy, or one model with a value head, on its replica. Calls run one after another; one that is cancelled while it runs still ends there, and
     `version` then says so: an update happens whole or not at all.
 
     All calls raise PeerDied, DeadlineExceeded or RemoteError as the replica does; what the ranks refuse on purpose
@@ -54,9 +55,14 @@ class Trainer:
         role: str = "trainer",
         index: int = 0,
         optimise: bool = True,
+        head: Head = "policy",
         deadline_s: float = 300.0,
     ) -> Trainer:
         """Spawn the ranks and load the Hugging Face folder `model`; with `optimise` off, a reference policy.
+
+        `head="value"` puts a value head (one number at each token) on the model in place of the vocabulary's: a critic
+        or a reward model. The folder's own head (`score.weight`) is loaded; a policy's folder has none, so it begins at
+        zero. Its `update` takes losses of a ValueOutput (`value_loss`, `reward_model_loss`).
 
         Raises ConfigError or DataError, naming the key or the file, where the folder or the degrees will not do; no
         process is left then.
@@ -68,7 +74,8 @@ class Trainer:
         )
         trainer = cls(replica, config, model)
         try:
-            await trainer._call("start", str(model), config, str(run_dir) if run_dir else None, optimise, deadline_s=deadline_s)
+            place = str(run_dir) if run_dir else None
+            await trainer._call("start", str(model), config, place, optimise, head, deadline_s=deadline_s)
         except BaseException:
             await replica.stop()
             raise
@@ -106,6 +113,28 @@ class Trainer:
 
         return await self._whole(work)
 
+    async def values(self, batch: Batch) -> torch.Tensor:
+        """`[rows, seq]` what the value head says at each token, having read it; 0 on padding. `algorithms.values_before`
+        aligns it with the tokens as `gae` wants it, `last_values` reads a reward model's scores from it. Raises
+        ConfigError where the model is a policy."""
+        from milkweed.training.batching import merge_rows
+
+        async def work() -> torch.Tensor:
+            return merge_rows(await self._call("values", batch), *batch.tokens.shape)
+
+        return await self._whole(work)
+
+    async def top_logprobs(self, batch: Batch, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids (int64) and log-probs (over the full vocabulary at `batch.temperature`) of the `k` likeliest words for each
+        token, best first, both `[rows, seq, k]`; log-probs are 0 at a sequence's first token."""
+        from milkweed.training.batching import merge_rows
+
+        async def work() -> tuple[torch.Tensor, torch.Tensor]:
+            both = merge_rows(await self._call("top_logprobs", batch, k), *batch.tokens.shape)
+            return both[:, :, 0].long(), both[:, :, 1].float()
+
+        return await self._whole(work)
+
     async def save(self, state: dict[str, Any] | None = None) -> str:
         """Write a checkpoint with `state` (the controller's, what JSON can say) inside, whole or not there. Returns its
         folder."""
@@ -116,15 +145,16 @@ class Trainer:
 
         return await self._whole(work)
 
-    async def load(self, incarnation: int | None = None) -> dict[str, Any] | None:
-        """Go back to the latest whole checkpoint of the run directory; the state inside, or None where there is none.
+    async def load(self, incarnation: int | None = None, *, step: int | None = None) -> dict[str, Any] | None:
+        """Go back to the latest whole checkpoint of the run directory, or that of `step`; the state inside, or None where
+        there is none.
 
         `version` gets `incarnation` (by default one more than the checkpoint's), so that weights trained after the
         checkpoint and lost never share a name with those trained now.
         """
 
         async def work() -> dict[str, Any] | None:
-            answer = (await self._call("load", incarnation))[0]
+            answer = (await self._call("load", incarnation, step))[0]
             self.version = answer["version"]
             return None if answer["state"] is None else json.loads(answer["state"])
 
