@@ -50,9 +50,16 @@ _PUBLIC = {
     "from_list": "data",
     "split": "data",
     "pack": "data",
+    "pack_pairs": "data",
     "batch": "runs.batch",
     # environments
     "single_turn": "environments.single_turn",
+    "tool_use": "environments.classes",
+    "from_gym": "environments.classes",
+    "tool": "environments.tools",
+    "Tool": "environments.tools",
+    "Limits": "environments.conversation",
+    "Conversation": "environments.conversation",
     "score": "environments.reward",
     "Scorer": "environments.reward",
     "verifiers": "environments.verifiers:",
@@ -68,6 +75,7 @@ _PUBLIC = {
     "RemoteError": "errors",
     "TransferError": "errors",
     "RewardError": "errors",
+    "EnvironmentFailed": "errors",
     "RunLocked": "errors",
 }
 

@@ -54,6 +54,11 @@ class RewardError(MilkweedError):
     """A reward function failed on one sample: it raised, gave no finite number, or passed its deadline."""
 
 
+class EnvironmentFailed(MilkweedError):
+    """An environment or a tool failed by its own fault, not the policy's: its trajectory is tried again or dropped, and
+    never trained as a zero."""
+
+
 class StepRefused(MilkweedError):
     """An optimiser step was not applied: the loss or the gradient was not finite, or the loss function raised.
     Parameters, optimiser and version are what they were."""

@@ -17,7 +17,9 @@ import msgspec
 if TYPE_CHECKING:
     import torch
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "abort", "error", "turns", "tokens", "time"]
+"""stop: it ended by itself. length: a completion was cut at its `max_tokens`. turns, tokens, time: an environment's limit.
+abort, error: cut short by us or by a fault; never trained as if it were the policy's doing."""
 
 
 class PolicyVersion(msgspec.Struct, frozen=True, order=True):
@@ -46,11 +48,12 @@ class VersionSpan(msgspec.Struct, frozen=True):
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """Tokens `start:end` of a trajectory belong to one message of `role`."""
+    """Tokens `start:end` of a trajectory belong to one message of `role`. `reward` is what that turn alone earned."""
 
     role: str
     start: int
     end: int
+    reward: float | None = None
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,6 +150,9 @@ class Trajectory(msgspec.Struct, kw_only=True):
     """One sample of the policy, of one turn or many. Identity fields are filled by the loop that asked for it.
 
     `reward` None means it was not scored, and `dropped` then says why: it is never trained and never counted as zero.
+    It is the whole: rewards of turns (`Turn.reward`) and what came at the end. `agent` names the player where an
+    environment has several. Where one sequence of tokens cannot hold it (the chat template rewrites earlier turns, or a
+    turn was asked for twice) `segments` are its other sequences: the same sample, with the same reward, counted once.
     """
 
     token_ids: list[int]
@@ -166,6 +172,8 @@ class Trajectory(msgspec.Struct, kw_only=True):
     completion: str = ""
     error: str | None = None
     dropped: str | None = None
+    agent: str = ""
+    segments: list[Trajectory] = []
 
     def __post_init__(self) -> None:
         n = len(self.token_ids)
@@ -177,7 +185,18 @@ class Trajectory(msgspec.Struct, kw_only=True):
     @property
     def version(self) -> PolicyVersion:
         """The oldest version that sampled a token of it."""
-        return min((s.version for s in self.versions), default=PolicyVersion())
+        spans = [s.version for t in self.sequences for s in t.versions]
+        return min(spans, default=PolicyVersion())
+
+    @property
+    def sequences(self) -> list[Trajectory]:
+        """Every sequence of tokens that is trained for it: its segments, then itself."""
+        return [*self.segments, self]
+
+    @property
+    def sampled(self) -> int:
+        """Tokens that the policy sampled, those of all segments."""
+        return sum(sum(t.loss_mask) for t in self.sequences)
 
 
 class Group(msgspec.Struct, kw_only=True):
@@ -203,9 +222,14 @@ class Policy(Protocol):
         """One completion of `token_ids` under the handle's sampling (or the one given)."""
         ...
 
+    async def chat(self, messages: Sequence[dict[str, Any]], *, tools: Sequence[Any] = (), **options: Any) -> Any:
+        """The next message after `messages`: a `Reply`. Earlier replies among them stand with the ids that were sampled."""
+        ...
 
-Environment = Callable[[Prompt, Policy], Awaitable[Trajectory]]
-"""`async def env(task, policy) -> Trajectory`: samples from the policy and scores what came."""
+
+Environment = Callable[[Prompt, Policy], Awaitable["Trajectory | Sequence[Trajectory]"]]
+"""`async def env(task, policy) -> Trajectory`: samples from the policy and scores what came. Several trajectories, told
+apart by `agent`, are several players: each is compared with the same player's other samples of the prompt."""
 
 
 @dataclass

@@ -40,6 +40,8 @@ class Chat:
         self._check_vocabulary()
         self.eos_ids = self._end_ids()
         source = self._template_source() if template is None else template
+        self.template_source = source
+        """The chat template's text; None where the folder has none."""
         self._template = None if source is None else _compile(source, self.folder)
 
     @property
@@ -150,6 +152,17 @@ class Chat:
             group_id=prompt.id,
             completion=text,
         )
+
+    def require_same_ids(self, other: Chat, what: str) -> None:
+        """Raise DataError, naming a token, where the tokenizer of `other` (a teacher's, a reward model's: `what`) gives
+        ids another meaning: what one model sampled would be read as something else by the other."""
+        mine, theirs = (c._tokenizer.get_vocab(with_added_tokens=True) for c in (self, other))
+        wrong = next((t for t, i in mine.items() if theirs.get(t) != i), None)
+        if wrong is not None:
+            raise DataError(
+                f"{what} {other.folder} has another tokenizer than {self.folder}: token {wrong!r} is {theirs.get(wrong)} "
+                f"there and {mine[wrong]} here; it must be of the same family"
+            )
 
     def _load(self) -> Any:
         path = self.folder / "tokenizer.json"

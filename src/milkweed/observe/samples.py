@@ -37,7 +37,7 @@ class SampleLog:
                     "parts": t.reward_parts,
                     "finish_reason": t.finish_reason,
                     "version": str(t.version),
-                    "tokens": sum(t.loss_mask),
+                    "tokens": t.sampled,
                 }
                 if t.dropped:
                     row["dropped"] = t.dropped

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from milkweed.data.packing import pack
 from milkweed.errors import DataError
-from milkweed.types import Batch, Group
+from milkweed.types import Batch, Group, Trajectory
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +46,36 @@ def batch(
     values = advantages(rewards, numbers)
     if values.shape != rewards.shape or not bool(torch.isfinite(values).all()):
         raise DataError(f"advantages must be finite and of shape {tuple(rewards.shape)}; got {tuple(values.shape)}: {values.tolist()[:8]}")
-    return pack([t for _, t in scored], values.tolist(), row_len=row_len, normalise=normalise)
+    earned = [row for _, t in scored for row in turn_rewards(t)] if any(_has_turn_rewards(t) for _, t in scored) else None
+    return pack(
+        [msgspec.structs.replace(s, reward=t.reward, dropped=None) for _, t in scored for s in t.sequences],
+        [value for (_, t), value in zip(scored, values.tolist()) for _ in t.sequences],
+        row_len=row_len,
+        normalise=normalise,
+        extra={"rewards": earned} if earned is not None else None,
+    )
 
 
-__all__ = ["batch"]
+def turn_rewards(trajectory: Trajectory) -> list[list[float]]:
+    """The reward of each token of each of `trajectory.sequences`: what a turn earned stands at its last token, and what
+    is left of the trajectory's reward at the last sampled token of all."""
+    rewards, last, told = [], None, 0.0
+    for s in trajectory.sequences:
+        row = [0.0] * len(s.token_ids)
+        for turn in s.turns:
+            if turn.reward is not None and turn.end > turn.start:
+                row[turn.end - 1] += turn.reward
+                told += turn.reward
+        if True in s.loss_mask:
+            last = (row, len(row) - 1 - s.loss_mask[::-1].index(True))
+        rewards.append(row)
+    if last is not None:
+        last[0][last[1]] += (trajectory.reward or 0.0) - told
+    return rewards
+
+
+def _has_turn_rewards(trajectory: Trajectory) -> bool:
+    return any(turn.reward is not None for s in trajectory.sequences for turn in s.turns)
+
+
+__all__ = ["batch", "turn_rewards"]

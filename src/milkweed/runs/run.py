@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -79,7 +79,8 @@ class Run:
             yield before + 1
             if self.step == before:
                 raise MilkweedError(f"step {before + 1} ended without training: call run.train and run.publish in every step")
-            if self.step % self.config.checkpoint_every == 0 or self.step >= self.config.steps:
+            every = self.config.checkpoint_every
+            if self.step // every > before // every or self.step >= self.config.steps:
                 await self.checkpoint()
 
     async def sample(self, env: Environment, prompts: Sequence[Prompt], *, n: int, sampling: Sampling | None = None) -> list[Group]:
@@ -98,6 +99,7 @@ class Run:
             prompts,
             self.mesh.rollout,
             scorer=self.mesh.reward,
+            chat=self.mesh.chat,
             samples=n,
             sampling=sampling or self.config.sampling,
             key=str(self.step + 1),
@@ -108,7 +110,7 @@ class Run:
         if not scored:
             reasons = "; ".join(sorted({t.dropped or "?" for g in groups for t in g.trajectories})[:5])
             raise DataError(f"step {self.step + 1}: not one of {sum(len(g.trajectories) for g in groups)} trajectories could be scored: {reasons}")
-        tokens = sum(sum(t.loss_mask) for t in scored)
+        tokens = sum(t.sampled for t in scored)
         self._step = {
             "began": began,
             "generate": self.mesh.rollout.busy_s - busy,
@@ -125,13 +127,17 @@ class Run:
         }
         return groups
 
-    async def train(self, batch: Batch, loss: Loss) -> dict[str, float]:
-        """One optimiser step, whole or not at all, also when interrupted. Returns the trainer's metrics."""
-        assert self.mesh.trainer is not None
-        metrics = await whole(self.mesh.trainer.update(batch, loss))
+    async def train(self, batch: Batch, loss: Loss, *, role: Literal["trainer", "critic"] = "trainer") -> dict[str, float]:
+        """One optimiser step of the policy (or the critic), whole or not at all, also when interrupted. Returns its
+        metrics; the critic's stand under `critic` in the step's row."""
+        model = self.mesh.critic if role == "critic" else self.mesh.trainer
+        if model is None:
+            raise ConfigError(f"training needs the role {role} in the mesh")
+        metrics = await whole(model.update(batch, loss))
         self._step.setdefault("began", time.monotonic() - metrics["seconds"])
         self._step["train"] = self._step.get("train", 0.0) + metrics["seconds"]
-        self._step.setdefault("row", {}).update({k: v for k, v in metrics.items() if k != "seconds"})
+        row, numbers = self._step.setdefault("row", {}), {k: v for k, v in metrics.items() if k != "seconds"}
+        row.update(numbers if role == "trainer" else {role: numbers})
         return metrics
 
     async def publish(self) -> dict[str, Any]:
@@ -182,6 +188,7 @@ class Run:
             prompts if all(p.token_ids for p in prompts) else self.render(prompts),
             self.mesh.rollout,
             scorer=self.mesh.reward,
+            chat=self.mesh.chat,
             samples=n,
             sampling=sampling or self.config.sampling,
             key=f"eval-{self.step}",
@@ -208,6 +215,9 @@ class Run:
             "recipe": self.state,
             "spent_s": self.spent_s,
         }
+        if self.mesh.critic is not None:  # first: the policy's checkpoint is the one that counts, and names the critic's
+            await whole(self.mesh.critic.save())
+            state["critic"] = self.mesh.critic.version.step
         await whole(self.mesh.trainer.save(state))
         self.view.status("")
 
@@ -232,10 +242,12 @@ class Run:
         *,
         model: str | Path,
         roles: Sequence[str] = ROLES,
-        reference: bool = False,
         view: View | None = None,
+        **models: Any,
     ) -> Run:
         """Open the run directory, bring the mesh up, and resume if there is something to resume. End it with `close`.
+
+        `models` (`head`, `reference`, `critic`, `critic_model`, `reward_model`) are those of `up`.
 
         `config.run_dir` names the directory (default: a new one under `runs/`). Raises RunLocked where another
         controller holds it, ConfigError for a configuration that is wrong or not the one the run began with; nothing
@@ -260,7 +272,7 @@ class Run:
                 trainer=config.trainer,
                 run_dir=directory.path,
                 roles=roles,
-                reference=reference,
+                **models,
                 progress=view.status,
             )
             run = cls(config, directory, mesh, view)
@@ -283,6 +295,8 @@ class Run:
                 self.held_out = [(int(s), float(r)) for s, r in saved.get("held_out", [])]
                 self.state = saved.get("recipe", {})
                 self._spent_before = float(saved.get("spent_s", 0.0))
+                if self.mesh.critic is not None:
+                    await self._resume_critic(saved.get("critic"))
                 self.view.say(f"resumed from checkpoint {self.step} of {self.directory.path}")
         path = self.directory.path
         self._metrics = MetricsLog(path, resumed_at=resumed_at, wandb=self.config.wandb, config=self.directory.record.config)
@@ -291,6 +305,13 @@ class Run:
             self.view.status("giving the engines the trainer's weights")
             await self.mesh.publish()
         self.view.status("")
+
+    async def _resume_critic(self, step: int | None) -> None:
+        """The critic as it was at the policy's checkpoint."""
+        assert self.mesh.critic is not None
+        if step is None or await self.mesh.critic.load(step=step) is None:
+            where = self.directory.path / "critic" / "checkpoints"
+            raise DataError(f"the policy's checkpoint {self.step} goes with the critic's {step}, which {where} does not hold")
 
     async def close(self) -> None:
         """Take the mesh down and give up the directory; the last line says what came of the run."""

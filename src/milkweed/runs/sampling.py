@@ -8,21 +8,76 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from milkweed.errors import DataError, FleetError, MilkweedError
-from milkweed.types import Completion, Environment, Group, Prompt, Sampling, Trajectory
+from milkweed.environments.classes import as_environment
+from milkweed.environments.conversation import Conversation, Limits, Reply
+from milkweed.environments.threads import Threads
+from milkweed.errors import ConfigError, DataError, EnvironmentFailed, FleetError, MilkweedError
+from milkweed.types import Completion, Environment, Group, Policy, Prompt, Sampling, Trajectory
 
 
 class Handle:
     """The policy as an environment sees it. `session` keeps a trajectory's turns (and a group's samples) on one
-    engine, where their prefix is cached; `scorer` is what rewards are run on."""
+    engine, where their prefix is cached; `scorer` is what rewards are run on; `template` is the model's `Chat`."""
 
-    def __init__(self, router: Any, sampling: Sampling, session: str, scorer: Any = None):
-        self._router, self._sampling, self._session, self.scorer = router, sampling, session, scorer
+    def __init__(self, router: Any, sampling: Sampling, session: str, scorer: Any = None, template: Any = None):
+        self._router, self._sampling, self._session, self.scorer, self._template = router, sampling, session, scorer, template
+        self._threads: dict[str, Threads] = {}
+        self._talks: list[Conversation] = []
 
     async def sample(self, token_ids: Sequence[int], sampling: Sampling | None = None) -> Completion:
         """One completion of `token_ids`. Raises DataError for a prompt that does not fit the context, FleetError
         when no engine is left, DeadlineExceeded when none answered in time."""
         return await self._router.sample(token_ids, sampling or self._sampling, session=self._session)
+
+    async def chat(
+        self, messages: Sequence[dict[str, Any]], *, tools: Sequence[Any] = (), sampling: Sampling | None = None, agent: str = ""
+    ) -> Reply:
+        """The next message after `messages`, which may hold earlier replies (`reply.message`): those stand with the
+        ids that were sampled. `trajectory` gives what came of all calls. Raises as `sample` does."""
+        threads = self._threads.get(agent)
+        if threads is None:
+            threads = self._threads[agent] = Threads(self._known_template(), self.sample, self._sampling, agent=agent)
+        return await threads.chat(messages, tools=tools, sampling=sampling)
+
+    def trajectory(self, reward: float | None = None, parts: dict[str, float] | None = None, *, agent: str = "") -> Trajectory:
+        """What was sampled by `chat` (of the player `agent`), scored with `reward`."""
+        if agent not in self._threads:
+            raise DataError(f"no trajectory{f' of {agent}' if agent else ''}: policy.chat was not called for it")
+        return self._threads[agent].trajectory(reward, parts)
+
+    def talk(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        tools: Sequence[Any] = (),
+        limits: Limits | None = None,
+        sampling: Sampling | None = None,
+        agent: str = "",
+        history: Any = "split",
+    ) -> Conversation:
+        """A conversation that begins with `messages`: turns, tools, limits and the trajectory in one hand."""
+        talk = Conversation(
+            self._known_template(),
+            self.sample,
+            messages,
+            tools=tools,
+            limits=limits,
+            sampling=sampling or self._sampling,
+            agent=agent,
+            history=history,
+        )
+        self._talks.append(talk)
+        return talk
+
+    async def close(self) -> None:
+        """Ends what tools hold for this trajectory."""
+        for talk in self._talks:
+            await talk.close()
+
+    def _known_template(self) -> Any:
+        if self._template is None:
+            raise ConfigError("messages need the model's chat template: pass chat=Chat(model folder) to sample_groups")
+        return self._template
 
 
 def failed(reason: str, prompt: Prompt, sampling: Sampling) -> Trajectory:
@@ -40,49 +95,74 @@ def failed(reason: str, prompt: Prompt, sampling: Sampling) -> Trajectory:
     )
 
 
+async def sample_one(
+    env: Environment, prompt: Prompt, handle: Policy, group: str, index: int, *, sampling: Sampling, seed: int, deadline_s: float
+) -> Trajectory:
+    """Sample `index` of `group`, its identity filled in. Where the environment raises or passes `deadline_s` it comes
+    back dropped with its reason; FleetError is raised."""
+    try:
+        async with asyncio.timeout(deadline_s):
+            trajectory = await env(prompt, handle)
+    except DataError as error:
+        trajectory = failed(f"data: {error}", prompt, sampling)
+    except (FleetError, asyncio.CancelledError):
+        raise
+    except TimeoutError:
+        trajectory = failed(f"environment passed its deadline of {deadline_s:g} s ({prompt.id})", prompt, sampling)
+    except MilkweedError as error:
+        trajectory = failed(f"{type(error).__name__}: {error}", prompt, sampling)
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        reason = f"environment raised {type(error).__name__}: {error} ({where.name}, line {where.lineno}; prompt {prompt.id})"
+        trajectory = failed(reason, prompt, sampling)
+    trajectory.id, trajectory.index = f"{group}/{index}", index
+    trajectory.prompt_id, trajectory.group_id = prompt.id, group
+    trajectory.seed = int.from_bytes(hashlib.blake2b(f"{seed}/{group}/{index}".encode(), digest_size=6).digest())
+    if trajectory.reward is None and trajectory.dropped is None:
+        trajectory.dropped = "the environment gave no reward"
+    return trajectory
+
+
 async def sample_groups(
-    env: Environment,
+    env: Environment | type,
     prompts: Sequence[Prompt],
     router: Any,
     *,
     scorer: Any = None,
+    chat: Any = None,
     samples: int,
     sampling: Sampling,
     key: str,
     seed: int = 0,
     deadline_s: float = 600.0,
     sticky: bool = True,
+    retries: int = 1,
 ) -> list[Group]:
-    """`samples` trajectories of every prompt, as groups in the order of `prompts`.
+    """`samples` trajectories of every prompt, as groups in the order of `prompts`. An environment that returns several
+    trajectories gives a group for each of its players (`agent`), the group's id ending in `#agent`.
 
     `key` (a run's step, say) makes group ids unique: `key/prompt id`. A trajectory whose environment raises, or passes
     `deadline_s`, comes back dropped with its reason; the others are not touched. A lost fleet is raised: with no
     engine left there is nothing to go on with.
     """
 
+    run = as_environment(env)
+
+    async def attempt(prompt: Prompt, group: str, index: int) -> list[Trajectory]:
+        handle = Handle(router, sampling, group if sticky else f"{group}/{index}", scorer, chat)
+        try:
+            made = await run(prompt, handle)
+        finally:
+            await handle.close()
+        several = [made] if isinstance(made, Trajectory) else list(made)
+        names = [t.agent for t in several]
+        if not several or not all(isinstance(t, Trajectory) for t in several) or len(set(names)) < len(names):
+            raise DataError(f"the environment must return a trajectory, or several of different agents, not {str(made)[:80]}")
+        return several
+
     async def one(prompt: Prompt, group: str, index: int) -> Trajectory:
         handle = Handle(router, sampling, group if sticky else f"{group}/{index}", scorer)
-        try:
-            async with asyncio.timeout(deadline_s):
-                trajectory = await env(prompt, handle)
-        except DataError as error:
-            trajectory = failed(f"data: {error}", prompt, sampling)
-        except (FleetError, asyncio.CancelledError):
-            raise
-        except TimeoutError:
-            trajectory = failed(f"environment passed its deadline of {deadline_s:g} s ({prompt.id})", prompt, sampling)
-        except MilkweedError as error:
-            trajectory = failed(f"{type(error).__name__}: {error}", prompt, sampling)
-        except Exception as error:
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            reason = f"environment raised {type(error).__name__}: {error} ({where.name}, line {where.lineno}; prompt {prompt.id})"
-            trajectory = failed(reason, prompt, sampling)
-        trajectory.id, trajectory.index = f"{group}/{index}", index
-        trajectory.prompt_id, trajectory.group_id = prompt.id, group
-        trajectory.seed = int.from_bytes(hashlib.blake2b(f"{seed}/{group}/{index}".encode(), digest_size=6).digest())
-        if trajectory.reward is None and trajectory.dropped is None:
-            trajectory.dropped = "the environment gave no reward"
-        return trajectory
+        return await sample_one(env, prompt, handle, group, index, sampling=sampling, seed=seed, deadline_s=deadline_s)
 
     named = [(prompt, f"{key}/{prompt.id}") for prompt in prompts]
     try:
@@ -90,7 +170,13 @@ async def sample_groups(
             running = [[tasks.create_task(one(p, g, i)) for i in range(samples)] for p, g in named]
     except* FleetError as lost:
         raise first_leaf(lost) from None  # every waiter was told the same: one error says it
-    return [Group(id=g, prompt=p, trajectories=[t.result() for t in row]) for (p, g), row in zip(named, running)]
+    groups = []
+    for (prompt, _), row in zip(named, running):
+        players: dict[str, list[Trajectory]] = {}
+        for t in (t for task in row for t in task.result()):
+            players.setdefault(t.group_id, []).append(t)
+        groups += [Group(id=name, prompt=prompt, trajectories=ts) for name, ts in players.items()]
+    return groups
 
 
 def first_leaf(group: BaseExceptionGroup) -> BaseException:
