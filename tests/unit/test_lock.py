@@ -61,7 +61,7 @@ def test_a_module_that_uses_private_parts_names_the_locked_release(module, const
 
 
 def test_torchtitan_named_in_its_module_is_the_locked_one():
-    text = (ROOT / "src/milkweed/training/titan.py").read_text()  # read, not imported: that would import torchtitan
+    text = (ROOT / "src/milkweed/training/titan_model.py").read_text()  # read, not imported: that would import torchtitan
     assert re.search(r'^VERSION = "(.+)"$', text, re.MULTILINE).group(1) == doctor.locked("cpu")["torchtitan"]
 
 

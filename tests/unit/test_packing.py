@@ -2,12 +2,13 @@
 
 import time
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from milkweed.data import pack
+from milkweed.data import pack, pack_pairs
 from milkweed.errors import DataError
 from milkweed.types import Sampling, Trajectory
 
@@ -172,3 +173,50 @@ def test_packing_256_trajectories_takes_milliseconds():
         pack(ts, [1.0] * 256, row_len=256)
         times.append(time.perf_counter() - start)
     assert min(times) < 0.02  # 2 ms alone; the machine may be busy
+
+
+def pairs_of(*lengths):
+    """(chosen, rejected) with replies of these lengths, tokens that name pair and side."""
+    return [
+        (trajectory([i, i], [100 + i] * a, id=f"{i}"), trajectory([i, i], [200 + i] * b, id=f"{i}"))
+        for i, (a, b) in enumerate(lengths)
+    ]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=20), st.integers(22, 60))
+def test_both_sides_of_a_pair_lie_in_one_row_and_say_which_they_are(lengths, row_len):
+    batch = pack_pairs(pairs_of(*lengths), row_len=row_len)
+    pair, chosen = batch.extra["pair"], batch.extra["chosen"]
+    assert pair.dtype == torch.int64 and chosen.dtype == torch.bool and batch.totals["pairs"] == len(lengths)
+    assert torch.equal(pair < 0, batch.segments < 0) and not chosen[batch.segments < 0].any()
+    for i, (a, b) in enumerate(lengths):
+        (row,) = (pair == i).any(1).nonzero().flatten().tolist()
+        assert batch.tokens[row][(pair[row] == i) & chosen[row]].tolist() == [i, i] + [100 + i] * a
+        assert batch.tokens[row][(pair[row] == i) & ~chosen[row]].tolist() == [i, i] + [200 + i] * b
+    assert batch.totals["tokens"] == sum(map(sum, lengths)) and batch.totals["sequences"] == 2 * len(lengths)
+
+
+def test_a_pair_of_which_one_side_cannot_be_trained_is_left_out_whole():
+    pairs = pairs_of((2, 2), (2, 2), (2, 2))
+    pairs[1][1].dropped = "why"
+    batch = pack_pairs(pairs, margins=[0.5, 1.0, 2.0])
+    assert batch.totals["pairs"] == 2 and sorted(batch.extra["pair"].unique().tolist()) == [-1, 0, 2]
+    assert batch.extra["margin"][batch.extra["pair"] == 2].unique().tolist() == [2.0]
+    with pytest.raises(DataError, match="share its row have 20 tokens"):
+        pack_pairs(pairs_of((8, 8)), row_len=16)
+    assert pack_pairs(pairs_of((8, 8), (1, 1)), row_len=16, too_long="drop").totals["pairs"] == 1
+    with pytest.raises(DataError, match="2 pairs, 1 margins"):
+        pack_pairs(pairs_of((1, 1), (1, 1)), margins=[1.0])
+
+
+def test_extras_keep_their_kind_and_may_be_k_wide():
+    ts = [trajectory([1], [2, 3]), trajectory([1], [2])]
+    ids = [np.arange(6).reshape(3, 2), np.arange(4).reshape(2, 2)]
+    batch = pack(ts, row_len=8, extra={"ids": ids, "value": [[1, 2, 3], [4, 5]], "top": [torch.tensor(x) / 2 for x in ids]})
+    assert batch.extra["ids"].dtype == torch.int64 and batch.extra["ids"].shape == (1, 8, 2)
+    assert batch.extra["ids"][0].tolist() == [[0, 1], [2, 3], [4, 5], [0, 1], [2, 3], [0, 0], [0, 0], [0, 0]]
+    assert batch.extra["value"].dtype == torch.float32 and batch.extra["value"][0].tolist() == [1, 2, 3, 4, 5, 0, 0, 0]
+    assert batch.extra["top"].dtype == torch.float32 and batch.select([0]).extra["top"].shape == (1, 8, 2)
+    with pytest.raises(DataError, match=r"ids of shape \[3, 1\]"):
+        pack(ts, row_len=8, extra={"ids": [ids[0], np.zeros((3, 1))]})

@@ -16,7 +16,7 @@ from milkweed.algorithms.advantages import (
     rloo,
 )
 from milkweed.algorithms.correction import Corrected, Correction, importance_weights, require_full_support
-from milkweed.algorithms.critic import ValueOutput, clipped_value_loss, value_loss, values_before
+from milkweed.algorithms.critic import ValueOutput, clipped_value_loss, last_values, value_loss, values_before
 from milkweed.algorithms.distill import (
     distill_advantages,
     distill_loss,

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from milkweed.algorithms.masked import keep, same_shape, shift_to_tokens
+from milkweed.algorithms.masked import keep, same_shape, segment_last, segment_sum, shift_to_tokens
 from milkweed.algorithms.policy_loss import TokenLoss
 from milkweed.types import Batch, Loss
 
@@ -25,6 +25,12 @@ def values_before(values: Tensor, segments: Tensor | None = None) -> Tensor:
     """The value of the state in which each token was chosen: the head's output at the token before it, 0 at the first
     of a sequence. `[rows, seq]`, aligned with tokens, as `gae` wants it. Raises ValueError where shapes differ."""
     return shift_to_tokens(values, segments)
+
+
+def last_values(values: Tensor, mask: Tensor, segments: Tensor | None = None) -> Tensor:
+    """The head at the last trained token of each sequence: a reward model's scores, `[rows, seq]` to `[n]` by segment
+    id, 0 for a sequence without trained tokens. Raises ValueError where shapes differ."""
+    return segment_sum(values, segment_last(mask, segments), segments)
 
 
 def clipped_value_loss(

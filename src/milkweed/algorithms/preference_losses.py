@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from milkweed.algorithms.critic import ValueOutput
-from milkweed.algorithms.masked import keep, segment_last, segment_spread, segment_sum
+from milkweed.algorithms.critic import ValueOutput, last_values
+from milkweed.algorithms.masked import segment_spread, segment_sum
 from milkweed.algorithms.preference import PairLoss, bradley_terry, dpo, ipo, kto, orpo, sequence_logprobs, simpo
 from milkweed.types import Batch, Loss, PolicyOutput
 
@@ -135,12 +135,10 @@ def kto_loss(*, beta: float = 0.1, desirable_weight: float = 1.0, undesirable_we
 
 def _reward_model(batch: Batch, output: ValueOutput, *, centre: float) -> Any:
     chosen, rejected, pairs = pair_members(batch)
-    last = segment_last(batch.mask, batch.segments)
-    scores = segment_sum(output.values, last, batch.segments)
+    scores = last_values(output.values, batch.mask, batch.segments)
     margin = None
     if "margin" in batch.extra:
-        margins = segment_sum(keep(batch.extra["margin"], batch.mask), last, batch.segments)
-        margin = margins[chosen]
+        margin = last_values(batch.extra["margin"], batch.mask, batch.segments)[chosen]
     return _share(batch, bradley_terry(scores[chosen], scores[rejected], margin=margin, centre=centre), pairs)
 
 

@@ -13,6 +13,8 @@ from milkweed.errors import ConfigError
 DTYPES = Literal["float32", "bfloat16"]
 # Kinds of hosts the design names and this version cannot bring up.
 FUTURE_KINDS = ("addresses", "slurm", "kubernetes", "ray")
+POLICIES = ("trainer", "reference", "critic", "reward_model")
+"""The roles that are models of the trainer's kind, one of each at most."""
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -56,7 +58,7 @@ class HostsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TrainerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One policy, or its frozen reference."""
+    """One policy, its frozen reference, its critic, or a reward model."""
 
     data_parallel_replicate: int = 1
     """Copies of the sharded model (HSDP with `data_parallel_shard` above 1)."""
@@ -107,6 +109,10 @@ class MeshConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     trainer: TrainerConfig = TrainerConfig()
     reference: TrainerConfig | None = None
     """Its own processes and devices; absent, a recipe that needs one gets the trainer's degrees and devices."""
+    critic: TrainerConfig | None = None
+    """As `reference`: own processes and devices, or the trainer's where a recipe has a critic."""
+    reward_model: TrainerConfig | None = None
+    """As `reference`, for a learned reward; `reward` are the processes that run reward functions."""
     rollout: EngineConfig = EngineConfig()
     reward: RewardConfig = RewardConfig()
     origin: str = "this mesh"
@@ -118,15 +124,14 @@ class MeshConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def place(self, role: str, index: int) -> Place:
         """Where replica `index` of `role` runs. A role that the file does not know (a puller, a user's own) runs on
         host `index` of the hosts in turn, without a GPU."""
-        if role == "trainer" and index != 0 or role == "reference" and index != 0:
+        if role in POLICIES and index != 0:
             raise ConfigError(f"{self.origin}: there is one {role}, so {role}{index} has no place")
         found = self._layout().get((role, index))
         return found or Place(index % self.hosts.count, (), 1, self.device == "cpu")
 
-    @property
-    def reference_degrees(self) -> TrainerConfig:
-        """The reference's degrees: its own table's, or the trainer's."""
-        return self.reference or self.trainer
+    def degrees(self, role: str) -> TrainerConfig:
+        """The degrees of a role of `POLICIES`: its own table's, or the trainer's."""
+        return getattr(self, role) or self.trainer
 
     def _check_values(self) -> None:
         if self.hosts.kind != "local":
@@ -140,7 +145,7 @@ class MeshConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise self._wrong(
                 "hosts.orphan_grace_s", f"{self.hosts.orphan_grace_s:g} is not supported by this version; set it to 0"
             )
-        for table in ("hosts", "trainer", "reference", "rollout", "reward"):
+        for table in ("hosts", *POLICIES, "rollout", "reward"):
             part = getattr(self, table)
             for key in part.__struct_fields__ if part is not None else ():
                 value = getattr(part, key)
@@ -155,7 +160,8 @@ class MeshConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
 
     def _layout(self) -> dict[tuple[str, int], Place]:
-        """Every replica's place. GPUs go to trainer, reference, rollout, in this order; a replica stays on one host."""
+        """Every replica's place. GPUs go to trainer, reference, critic, reward model, rollout, in this order; a replica
+        stays on one host."""
         cpu = self.device == "cpu"
         free = [list(range(h * self.hosts.gpus, (h + 1) * self.hosts.gpus)) for h in range(self.hosts.count)]
         found: dict[tuple[str, int], Place] = {}
@@ -179,10 +185,12 @@ class MeshConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
 
         put("trainer", 0, self.trainer.procs, self.trainer.threads)
-        if self.reference is not None:
-            put("reference", 0, self.reference.procs, self.reference.threads)
-        else:
-            found["reference", 0] = found["trainer", 0]
+        for role in POLICIES[1:]:
+            own: TrainerConfig | None = getattr(self, role)
+            if own is not None:
+                put(role, 0, own.procs, own.threads)
+            else:
+                found[role, 0] = found["trainer", 0]
         for index in range(self.rollout.replicas):
             put("rollout", index, self.rollout.tensor_parallel, self.rollout.threads)
         for index in range(self.reward.replicas):

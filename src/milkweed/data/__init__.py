@@ -1,6 +1,6 @@
 """Prompts, their rendering and splitting, and the packing of trajectories into batches."""
 
-from milkweed.data.packing import pack, packable
+from milkweed.data.packing import pack, pack_pairs, packable
 from milkweed.data.sources import arithmetic, from_hf_folder, from_jsonl, from_list, from_reasoning_gym
 from milkweed.data.split import Split, check_disjoint, split, split_key
 from milkweed.data.stream import PromptStream, fingerprint
@@ -18,6 +18,7 @@ __all__ = [
     "from_list",
     "from_reasoning_gym",
     "pack",
+    "pack_pairs",
     "packable",
     "split",
     "split_key",

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from milkweed.config import MeshConfig, load_mesh
-from milkweed.errors import ConfigError, MilkweedError, TransferError
+from milkweed.errors import ConfigError, DataError, MilkweedError, TransferError
 from milkweed.fleet import Fleet, Replica
 from milkweed.runs.sampling import first_leaf
+from milkweed.training.model import VALUE_HEAD, Head, has_value_head
 from milkweed.types import PolicyVersion
 
 if TYPE_CHECKING:
@@ -46,14 +47,24 @@ async def up(
     trainer: TrainerConfig | None = None,
     run_dir: str | Path | None = None,
     roles: Sequence[str] = ROLES,
-    reference: bool = False,
+    head: Head = "policy",
+    reference: bool | str | Path = False,
+    critic: TrainerConfig | None = None,
+    critic_model: str | Path | None = None,
+    reward_model: str | Path | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Mesh:
     """Bring a mesh up: processes started, the model folder loaded everywhere, ready to sample and train.
 
     `mesh` is a mesh file, the name of one that comes with Milkweed, or a MeshConfig. `roles` leaves out what a recipe
-    has no use for; `reference` adds a frozen copy of `model`. Logs and checkpoints go to `run_dir`. `progress` hears
-    what is being waited for. Raises ConfigError or DataError before any process starts where it can, FleetError where
+    has no use for. `head="value"` makes the trainer one of a reward model or critic, with a value head on `model`.
+
+    Further models, each on its own processes with the degrees of its table in the mesh file (else the trainer's):
+    `reference`, a frozen copy of `model`, or of the folder given (a teacher, say), whose tokenizer must be the same;
+    `critic`, the configuration of a value head trained on `critic_model` (default: `model`), whose checkpoints go to
+    `run_dir`/critic; `reward_model`, the folder of a frozen one with a value head, as `head="value"` exports it.
+
+    Logs and checkpoints go to `run_dir`. `progress` hears what is being waited for. Raises ConfigError or DataError before any process starts where it can, FleetError where
     a process does not come up; nothing is left running then.
     """
     from milkweed.data import Chat
@@ -64,19 +75,31 @@ async def up(
     if unknown:
         raise ConfigError(f"roles: {', '.join(sorted(unknown))} is none of {', '.join(ROLES)}")
     settings = trainer or TrainerConfig()
-    own = [k for k in DEGREES if getattr(settings, k) != getattr(TrainerConfig(), k)]
-    if own:
-        raise ConfigError(f"trainer.{own[0]} is the mesh file's to say ({config.origin}, table [trainer]); leave it out of the recipe")
+    for key, given in (("trainer", settings), ("critic", critic)):
+        own = [k for k in DEGREES if given is not None and getattr(given, k) != getattr(TrainerConfig(), k)]
+        if own:
+            raise ConfigError(f"{key}.{own[0]} is the mesh file's to say ({config.origin}, table [{key}]); leave it out of the recipe")
     folder = Path(model).absolute()
     chat = await asyncio.to_thread(Chat, folder)
+    teacher = folder if isinstance(reference, bool) else Path(reference).absolute()
+    judge = None if reward_model is None else Path(reward_model).absolute()
+    baseline = folder if critic_model is None else Path(critic_model).absolute()
+    for role, other in (("reference", teacher), ("reward_model", judge), ("critic", baseline)):
+        if other not in (None, folder):
+            chat.require_same_ids(await asyncio.to_thread(Chat, other), role)
+    if judge is not None and not await asyncio.to_thread(has_value_head, judge):
+        raise DataError(f"reward_model {judge}: has no value head ({VALUE_HEAD}); train one with head=\"value\" and export it")
 
-    def degrees(of: Any) -> TrainerConfig:
-        return msgspec.structs.replace(settings, **{k: getattr(of, k) for k in DEGREES})
+    def degrees(role: str, of: TrainerConfig = settings) -> TrainerConfig:
+        table = config.degrees(role)
+        return msgspec.structs.replace(of, **{k: getattr(table, k) for k in DEGREES})
 
     progress(f"starting {config.hosts.count} host{'s' * (config.hosts.count > 1)} of mesh {config.name}")
     fleet = await Fleet.start(config, run_dir)
     live = Mesh(config, fleet, folder, chat)
-    waiting = {r for r in roles} | ({"reference"} if reference else set())
+    waiting = {r for r in roles} | {
+        role for role, wanted in (("reference", reference), ("critic", critic), ("reward_model", judge)) if wanted
+    }
 
     async def bring(role: str, work: Awaitable[Any]) -> Any:
         result = await work
@@ -88,10 +111,18 @@ async def up(
         from milkweed.training import Trainer
 
         if "trainer" in roles:
-            live.trainer = await bring("trainer", Trainer.start(fleet, folder, degrees(config.trainer), run_dir=run_dir))
+            start = Trainer.start(fleet, folder, degrees("trainer"), run_dir=run_dir, head=head)
+            live.trainer = await bring("trainer", start)
         if reference:
-            start = Trainer.start(fleet, folder, degrees(config.reference_degrees), role="reference", optimise=False)
+            start = Trainer.start(fleet, teacher, degrees("reference"), role="reference", optimise=False)
             live.reference = await bring("reference", start)
+        if critic is not None:
+            place = Path(run_dir) / "critic" if run_dir else None
+            start = Trainer.start(fleet, baseline, degrees("critic", critic), run_dir=place, role="critic", head="value")
+            live.critic = await bring("critic", start)
+        if judge is not None:
+            start = Trainer.start(fleet, judge, degrees("reward_model"), role="reward_model", optimise=False, head="value")
+            live.reward_model = await bring("reward_model", start)
 
     async def engines() -> None:
         from milkweed.rollout import Router
@@ -128,12 +159,15 @@ async def up(
 
 
 class Mesh:
-    """What `up` returns. `trainer`, `rollout`, `reward`, `reference` are None where the mesh has no such role."""
+    """What `up` returns. `trainer`, `rollout`, `reward`, `reference`, `critic`, `reward_model` are None where the mesh has
+    no such role."""
 
     def __init__(self, config: MeshConfig, fleet: Fleet, model: Path, chat: Chat) -> None:
         self.config, self.fleet, self.model, self.chat = config, fleet, model, chat
         self.trainer: Trainer | None = None
         self.reference: Trainer | None = None
+        self.critic: Trainer | None = None
+        self.reward_model: Trainer | None = None
         self.rollout: Router | None = None
         self.reward: Scorer | None = None
         self.pullers: list[Replica] = []
