@@ -202,7 +202,8 @@ class Conversation:
         ids = completion.token_ids
         ended = bool(ids) and ids[-1] in self.chat.eos_ids
         raw = self.chat.decode(ids[:-1] if ended else ids, skip_special_tokens=False)
-        segment.sampled(completion, raw + (self.chat.decode(ids[-1:], skip_special_tokens=False) if ended else ""), ended)
+        # an end token other than the template's own is the template's in the text that is compared with it
+        segment.sampled(completion, raw + (self.chat.decode([self.chat.eos_id], skip_special_tokens=False) if ended else ""), ended)
         self._ends.append((segment, len(segment.ids), len(segment.text)))
         parsed = parse(raw, self.form) if self.schemas else Parsed(content=raw)
         number = len(self.replies)

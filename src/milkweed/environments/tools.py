@@ -70,20 +70,25 @@ class Tool:
 def tool(fn: Callable[..., Any], *, name: str = "", deadline_s: float = 10.0) -> Tool:
     """`fn` as a tool: its docstring tells what it does, its annotations what it takes. Raises ConfigError for a
     parameter that JSON cannot carry."""
-    try:
-        hints = typing.get_type_hints(fn)
-    except NameError:  # an annotation that only a type checker sees
-        hints = {}
     properties, required = {}, []
     for parameter in inspect.signature(fn).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
             raise ConfigError(f"tool {fn.__name__}: parameter {parameter.name} must be one that is given by name")
-        hint = hints.get(parameter.name, parameter.annotation)
-        properties[parameter.name] = _schema(hint, f"tool {fn.__name__}: parameter {parameter.name}")
+        properties[parameter.name] = _schema(_hint(fn, parameter.annotation), f"tool {fn.__name__}: parameter {parameter.name}")
         if parameter.default is parameter.empty:
             required.append(parameter.name)
     parameters = {"type": "object", "properties": properties, "required": required}
     return Tool(name or fn.__name__, inspect.getdoc(fn) or "", parameters, fn, deadline_s=deadline_s)
+
+
+def _hint(fn: Any, annotation: Any) -> Any:
+    """The annotation as a type; one whose names are not to be found where `fn` was defined says nothing."""
+    if not isinstance(annotation, str):
+        return annotation
+    try:
+        return typing.get_type_hints(types.SimpleNamespace(__annotations__={"it": annotation}), fn.__globals__)["it"]
+    except (NameError, AttributeError):
+        return Any
 
 
 _KINDS = {str: "string", int: "integer", float: "number", bool: "boolean", dict: "object", list: "array", type(None): "null"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from milkweed.environments.classes import as_environment
@@ -98,26 +98,74 @@ def failed(reason: str, prompt: Prompt, sampling: Sampling) -> Trajectory:
 async def sample_one(
     env: Environment, prompt: Prompt, handle: Policy, group: str, index: int, *, sampling: Sampling, seed: int, deadline_s: float
 ) -> Trajectory:
-    """Sample `index` of `group`, its identity filled in. Where the environment raises or passes `deadline_s` it comes
-    back dropped with its reason; FleetError is raised."""
+    """`sample_players` for an environment of one player."""
+    several = await sample_players(env, prompt, lambda: handle, group, index, sampling=sampling, seed=seed, deadline_s=deadline_s)
+    if len(several) == 1:
+        return several[0]
+    names = ", ".join(t.agent or "?" for t in several)
+    return _named(failed(f"data: the environment has several players ({names}), and one trajectory was asked for", prompt, sampling), prompt, group, index, seed)
+
+
+async def sample_players(
+    env: Environment | type,
+    prompt: Prompt,
+    handle: Callable[[], Policy],
+    group: str,
+    index: int,
+    *,
+    sampling: Sampling,
+    seed: int,
+    deadline_s: float,
+    retries: int = 1,
+) -> list[Trajectory]:
+    """Sample `index` of `group`: the trajectory of each player, its identity filled in. Where the environment fails by its
+    own fault (EnvironmentFailed) it is tried again with a new handle, `retries` times; where it fails otherwise, or passes
+    `deadline_s`, one trajectory comes back, dropped with its reason. FleetError is raised."""
+    run = as_environment(env)
+
+    async def attempt() -> list[Trajectory]:
+        policy = handle()
+        try:
+            made = await run(prompt, policy)
+        finally:
+            if isinstance(policy, Handle):
+                await policy.close()
+        several = [made] if isinstance(made, Trajectory) else list(made)
+        names = [t.agent for t in several if isinstance(t, Trajectory)]
+        if not names or len(set(names)) < len(several):
+            raise DataError(f"the environment must return a trajectory, or several of different agents, not {str(made)[:80]}")
+        return several
+
     try:
         async with asyncio.timeout(deadline_s):
-            trajectory = await env(prompt, handle)
+            for left in reversed(range(retries + 1)):
+                try:
+                    several = await attempt()
+                    break
+                except EnvironmentFailed:
+                    if not left:
+                        raise
     except DataError as error:
-        trajectory = failed(f"data: {error}", prompt, sampling)
+        several = [failed(f"data: {error}", prompt, sampling)]
     except (FleetError, asyncio.CancelledError):
         raise
     except TimeoutError:
-        trajectory = failed(f"environment passed its deadline of {deadline_s:g} s ({prompt.id})", prompt, sampling)
+        several = [failed(f"environment passed its deadline of {deadline_s:g} s ({prompt.id})", prompt, sampling)]
     except MilkweedError as error:
-        trajectory = failed(f"{type(error).__name__}: {error}", prompt, sampling)
+        several = [failed(f"{type(error).__name__}: {error}", prompt, sampling)]
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         reason = f"environment raised {type(error).__name__}: {error} ({where.name}, line {where.lineno}; prompt {prompt.id})"
-        trajectory = failed(reason, prompt, sampling)
-    trajectory.id, trajectory.index = f"{group}/{index}", index
-    trajectory.prompt_id, trajectory.group_id = prompt.id, group
-    trajectory.seed = int.from_bytes(hashlib.blake2b(f"{seed}/{group}/{index}".encode(), digest_size=6).digest())
+        several = [failed(reason, prompt, sampling)]
+    return [_named(t, prompt, group, index, seed) for t in several]
+
+
+def _named(trajectory: Trajectory, prompt: Prompt, group: str, index: int, seed: int) -> Trajectory:
+    """Identity, and the reason where nothing else says why it has no reward."""
+    name = f"{group}#{trajectory.agent}" if trajectory.agent else group
+    label = int.from_bytes(hashlib.blake2b(f"{seed}/{name}/{index}".encode(), digest_size=6).digest())
+    for t in trajectory.sequences:
+        t.id, t.index, t.prompt_id, t.group_id, t.seed = f"{name}/{index}", index, prompt.id, name, label
     if trajectory.reward is None and trajectory.dropped is None:
         trajectory.dropped = "the environment gave no reward"
     return trajectory
@@ -146,23 +194,13 @@ async def sample_groups(
     engine left there is nothing to go on with.
     """
 
-    run = as_environment(env)
+    def handle(group: str, index: int) -> Handle:
+        return Handle(router, sampling, group if sticky else f"{group}/{index}", scorer, chat)
 
-    async def attempt(prompt: Prompt, group: str, index: int) -> list[Trajectory]:
-        handle = Handle(router, sampling, group if sticky else f"{group}/{index}", scorer, chat)
-        try:
-            made = await run(prompt, handle)
-        finally:
-            await handle.close()
-        several = [made] if isinstance(made, Trajectory) else list(made)
-        names = [t.agent for t in several]
-        if not several or not all(isinstance(t, Trajectory) for t in several) or len(set(names)) < len(names):
-            raise DataError(f"the environment must return a trajectory, or several of different agents, not {str(made)[:80]}")
-        return several
-
-    async def one(prompt: Prompt, group: str, index: int) -> Trajectory:
-        handle = Handle(router, sampling, group if sticky else f"{group}/{index}", scorer)
-        return await sample_one(env, prompt, handle, group, index, sampling=sampling, seed=seed, deadline_s=deadline_s)
+    async def one(p: Prompt, g: str, i: int) -> list[Trajectory]:
+        return await sample_players(
+            env, p, lambda: handle(g, i), g, i, sampling=sampling, seed=seed, deadline_s=deadline_s, retries=retries
+        )
 
     named = [(prompt, f"{key}/{prompt.id}") for prompt in prompts]
     try:
