@@ -24,6 +24,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     run.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments for the recipe (see RECIPE --help)")
     init = commands.add_parser("init", help="copy the mesh files and recipes into a folder, to begin from")
     init.add_argument("folder", nargs="?", default=".", help="where to (default: here)")
+    check = commands.add_parser("audit", help="prove that a run's sums agree: issued = trained + dropped + held")
+    check.add_argument("folder", type=Path, help="a run directory")
+    check.add_argument("--json", action="store_true", help="the report as one line of JSON")
     doctor = commands.add_parser("doctor", help="check this machine and its packages, and say how to mend what is wrong")
     doctor.add_argument("arguments", nargs=argparse.REMAINDER)
     arguments = parser.parse_args(argv)
@@ -32,12 +35,27 @@ def main(argv: Sequence[str] | None = None) -> int:
             return run_target(arguments.target, arguments.arguments)
         if arguments.command == "init":
             return init_folder(Path(arguments.folder))
+        if arguments.command == "audit":
+            return audit_run(arguments.folder, as_json=arguments.json)
         from milkweed.doctor import main as check
 
         return check(arguments.arguments)
     except MilkweedError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+
+
+def audit_run(folder: Path, *, as_json: bool = False) -> int:
+    """Print the audit of the run in `folder`; 1 where its sums do not agree."""
+    import json
+
+    import msgspec
+
+    from milkweed.data.ledger import audit
+
+    report = audit(folder)
+    print(json.dumps({**msgspec.to_builtins(report), "held": report.held, "agrees": report.agrees}) if as_json else report.text())
+    return 0 if report.agrees else 1
 
 
 def run_target(target: str, arguments: list[str]) -> int:

@@ -51,6 +51,16 @@ class PromptStream:
             out += [self.prompts[i] for i in picked]
         return out
 
+    def at(self, position: int) -> Prompt:
+        """The prompt that is taken when `taken` is `position`."""
+        epoch, index = divmod(position, len(self.prompts))
+        return self.prompts[(self._order if epoch == self.epoch else self._shuffled(epoch))[index]]
+
+    def seek(self, position: int) -> None:
+        """Go to where `taken` is `position`."""
+        self.epoch, self.index = divmod(position, len(self.prompts))
+        self._order = self._shuffled()
+
     def state(self) -> dict[str, Any]:
         """Where the next `take` begins."""
         return {
@@ -81,10 +91,10 @@ class PromptStream:
         self.epoch, self.index, self.seed, self.shuffle = epoch, index, seed, shuffle
         self._order = self._shuffled()
 
-    def _shuffled(self) -> list[int]:
+    def _shuffled(self, epoch: int | None = None) -> list[int]:
         order = list(range(len(self.prompts)))
         if self.shuffle:
-            random.Random(f"{self.seed}:{self.epoch}").shuffle(order)
+            random.Random(f"{self.seed}:{self.epoch if epoch is None else epoch}").shuffle(order)
         return order
 
 

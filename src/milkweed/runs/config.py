@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from milkweed.errors import ConfigError
@@ -28,6 +30,16 @@ class RunConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Steps between evaluations on held-out prompts."""
     checkpoint_every: int = 50
     """Steps between checkpoints."""
+    staleness: int = 0
+    """Steps that sampling may be ahead of training; 0 samples, trains and publishes in turns."""
+    late: Literal["mask", "wait"] = "mask"
+    """What is done with a trajectory whose first tokens come to be over that bound: they are not trained ("mask"), or the batch waits for it before that ("wait")."""
+    oversample: float = 0.0
+    """Further groups issued a step, as a share; when a batch is full, the tail of it is given up."""
+    retries: int = 1
+    """Further attempts at a trajectory whose environment, reward or engine failed."""
+    keep_tokens_steps: int = 0
+    """Steps for which the ledger keeps the tokens of what was trained; 0 keeps them all."""
     trajectory_deadline_s: float = 300.0
     """Seconds that one trajectory may take."""
     samples_logged: int = 4
@@ -38,7 +50,7 @@ class RunConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Accept a configuration other than the one that a resumed run began with."""
 
     def __post_init__(self) -> None:
-        for key, least in (("seed", 0), ("steps", 1), ("eval_every", 1), ("checkpoint_every", 1), ("samples_logged", 0)):
+        for key, least in (("seed", 0), ("steps", 1), ("eval_every", 1), ("checkpoint_every", 1), ("samples_logged", 0), ("staleness", 0), ("oversample", 0), ("retries", 0), ("keep_tokens_steps", 0)):
             if getattr(self, key) < least:
                 raise ConfigError(f"{key} must be at least {least}, not {getattr(self, key)}")
         if not self.trajectory_deadline_s > 0:

@@ -59,10 +59,16 @@ class RunDirectory:
         self._lock = self._take_lock()
         try:
             self.existed = record_path.exists()
+            self.changed: list[str] = []
+            """What the configuration has that the run did not begin with, where `allow_changes` accepts it."""
             if self.existed:
                 self.record = read_record(self.path)
-                if not allow_changes:
-                    self._refuse_changes(config)
+                self.changed = self._changes(config)
+                if self.changed and not allow_changes:
+                    raise ConfigError(
+                        f"{self.path} was begun with another configuration ({'; '.join(self.changed)}); go on with the old one "
+                        "(milkweed run DIR), name another run_dir, or accept the change with --allow-changes"
+                    )
             else:
                 from milkweed import __version__
 
@@ -93,17 +99,24 @@ class RunDirectory:
         os.pwrite(descriptor, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         return descriptor
 
-    def _refuse_changes(self, config: dict[str, Any]) -> None:
-        differences = [
+    def _changes(self, config: dict[str, Any]) -> list[str]:
+        return [
             f"{key}: {was!r} -> {now!r}"
             for key, was, now in _differences(self.record.config, json.loads(json.dumps(config)))
             if key.split(".")[0] not in MAY_CHANGE
         ]
-        if differences:
-            raise ConfigError(
-                f"{self.path} was begun with another configuration ({'; '.join(differences)}); go on with the old one "
-                "(milkweed run DIR), name another run_dir, or accept the change with --allow-changes"
-            )
+
+    def begin_life(self) -> int:
+        """A new incarnation: one more than any life of this run has had, whether it came to a checkpoint or not."""
+        path = self.path / "incarnation"
+        try:
+            lives = int(path.read_text()) + 1
+        except FileNotFoundError:
+            lives = 1 if self.existed else 0
+        except ValueError as error:
+            raise ConfigError(f"{path} is broken: {error}") from error
+        write_atomic(path, f"{lives}\n".encode())
+        return lives
 
     def close(self) -> None:
         """Gives up the lock."""
@@ -113,7 +126,7 @@ class RunDirectory:
             self._lock = -1
 
 
-MAY_CHANGE = frozenset({"run_dir", "steps", "mesh", "wandb", "allow_changes", "eval_every", "checkpoint_every", "samples_logged"})
+MAY_CHANGE = frozenset({"run_dir", "steps", "mesh", "wandb", "allow_changes", "eval_every", "checkpoint_every", "samples_logged", "keep_tokens_steps", "retries"})
 """Keys that a resumed run may have changed without being asked: they do not alter what was trained so far."""
 
 

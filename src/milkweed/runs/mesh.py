@@ -173,43 +173,51 @@ class Mesh:
         self.pullers: list[Replica] = []
         self.update_deadline_s = 120.0
 
-    async def publish(self) -> dict[str, float]:
+    async def publish(self, offered: Callable[[], None] = lambda: None) -> dict[str, float]:
         """Give every engine the trainer's weights: publish, pull, verify, commit. Whole or not at all for each engine.
 
         Returns the seconds of each part, measured in the processes that did it, and `bytes`. Raises TransferError
-        where no engine got them; one that failed alone serves nothing until a later update succeeds.
+        where no engine got them; one that failed alone serves nothing until a later update succeeds. `offered` is
+        called when the trainer is free to train on, which it may do while the weights are under way.
         """
         if self.trainer is None or self.rollout is None:
             raise ConfigError("publish needs the roles trainer and rollout in the mesh")
-        return await whole(self._publish())
+        return await whole(self._publish(offered))
 
-    async def _publish(self) -> dict[str, float]:
+    async def _publish(self, offered: Callable[[], None]) -> dict[str, float]:
         assert self.trainer is not None and self.rollout is not None
-        deadline, version = self.update_deadline_s, self.trainer.version
+        deadline = self.update_deadline_s
         engines = {host.name: [r.name for r in self.fleet.replicas if r.role == "rollout" and r.host is host] for host in self.fleet.hosts}
-        manifest = await self.trainer.publish([p.name for p in self.pullers])
+        try:
+            manifest = await self.trainer.publish([p.name for p in self.pullers])
+        finally:
+            offered()
+        version, releases = manifest.version, []
 
         async def pull(puller: Replica) -> Any:
             try:
                 return await puller.call_one("pull", manifest, deadline, engines[puller.host.name], deadline_s=deadline + 10)
-            finally:
-                await self.trainer.release(puller.name, version)  # type: ignore[union-attr]
+            finally:  # not waited for here: a trainer at its next step answers only after it
+                releases.append(asyncio.ensure_future(self.trainer.release(puller.name, version)))  # type: ignore[union-attr]
 
-        pulled = await asyncio.gather(*(pull(p) for p in self.pullers), return_exceptions=True)
-        staged, failures = {}, []
-        for puller, result in zip(self.pullers, pulled):
-            if isinstance(result, MilkweedError):
-                failures.append(f"{puller.name}: {result}")
-            elif isinstance(result, BaseException):
-                raise result
-            else:
-                staged[puller.host.name] = result
-        if not staged:
-            raise TransferError(f"no host got version {version}: {'; '.join(failures)}")
         try:
-            report = await self.rollout.update_weights(staged, version, deadline_s=deadline)
+            pulled = await asyncio.gather(*(pull(p) for p in self.pullers), return_exceptions=True)
+            staged, failures = {}, []
+            for puller, result in zip(self.pullers, pulled):
+                if isinstance(result, MilkweedError):
+                    failures.append(f"{puller.name}: {result}")
+                elif isinstance(result, BaseException):
+                    raise result
+                else:
+                    staged[puller.host.name] = result
+            if not staged:
+                raise TransferError(f"no host got version {version}: {'; '.join(failures)}")
+            try:
+                report = await self.rollout.update_weights(staged, version, deadline_s=deadline)
+            finally:
+                await self._hold_what_is_served()
         finally:
-            await self._hold_what_is_served()
+            await asyncio.gather(*releases)
         seconds = {"publish": self.trainer.publish_s, "pull": max(s.seconds for s in staged.values()), "commit": report.seconds}
         return {**seconds, "update": sum(seconds.values()), "bytes": float(manifest.nbytes)}
 

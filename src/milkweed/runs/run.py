@@ -20,6 +20,7 @@ from milkweed.observe.samples import SampleLog
 from milkweed.observe.view import View
 from milkweed.runs.config import RunConfig
 from milkweed.runs.directory import INVOCATION, RunDirectory, default_directory
+from milkweed.runs.flow import Flow
 from milkweed.runs.mesh import ROLES, Mesh, up, whole
 from milkweed.runs.sampling import drops, sample_groups
 from milkweed.types import Batch, Environment, Group, Loss, Prompt, Sampling
@@ -46,6 +47,7 @@ class Run:
         self._began = time.monotonic()
         self._spent_before = 0.0
         self._step: dict[str, Any] = {}
+        self._flow: Flow | None = None
         self._metrics: MetricsLog | None = None
         self._samples: SampleLog | None = None
 
@@ -64,6 +66,8 @@ class Run:
         stream = PromptStream(self.render(prompts), seed=self.config.seed)
         if name in self._saved.get("streams", {}):
             stream.restore(self._saved["streams"][name])
+        if self._flow is not None:
+            self._flow.place(stream, name)
         self._streams[name] = stream
         return stream
 
@@ -83,29 +87,58 @@ class Run:
             if self.step // every > before // every or self.step >= self.config.steps:
                 await self.checkpoint()
 
-    async def sample(self, env: Environment, prompts: Sequence[Prompt], *, n: int, sampling: Sampling | None = None) -> list[Group]:
-        """Groups of `n` scored trajectories of each prompt, sampled by engines that hold the trainer's weights.
+    async def sample(
+        self,
+        env: Environment,
+        prompts: PromptStream | Sequence[Prompt],
+        groups: int | None = None,
+        *,
+        n: int,
+        sampling: Sampling | None = None,
+        keep: Callable[[Group], bool] | None = None,
+    ) -> list[Group]:
+        """Groups of `n` scored trajectories each, to train on next: of the next `groups` prompts of a stream, or of each
+        prompt of a list.
 
-        Raises DataError where not one trajectory could be scored, with the reasons.
+        From a stream they are made ahead as far as `config.staleness` lets, go on from where a killed run was, and are
+        handed out oldest first; groups that `keep` says no to are replaced by others. From a list they are sampled now,
+        at staleness 0 only. Raises DataError where not one trajectory could be scored, with the reasons.
         """
-        if self.mesh.rollout is None:
-            raise ConfigError("sampling needs the role rollout in the mesh")
-        if self.mesh.rollout.version != self.mesh.version:
-            await self.mesh.publish()  # an interrupted step may have trained without publishing
+        if self.mesh.rollout is None or self._flow is None:
+            raise ConfigError("sampling needs the roles trainer and rollout in the mesh")
+        name = next((k for k, s in self._streams.items() if s is prompts), None)
+        if (name is None) != (groups is None):
+            raise ConfigError("run.sample takes a stream made by run.stream and the number of groups, or a list of prompts alone")
+        if name is None and (self.config.staleness or keep is not None):
+            raise ConfigError("a list of prompts cannot be sampled ahead or refilled: give run.sample the stream and the number of groups")
         began, busy, reward_busy = time.monotonic(), self.mesh.rollout.busy_s, self.mesh.reward.busy_s if self.mesh.reward else 0.0
         self.view.status("")
-        groups = await sample_groups(
+        if name is not None:
+            made = await self._flow.take(env, prompts, name, groups=groups, samples=n, sampling=sampling or self.config.sampling, keep=keep)  # type: ignore[arg-type]
+        else:
+            if self.mesh.rollout.version != self.mesh.version:
+                await self._flow.publish()  # an interrupted step may have trained without publishing
+            made = await self._sample_list(env, prompts, n, sampling or self.config.sampling, str(self.mesh.version))  # type: ignore[arg-type]
+            self._flow.listed(made)
+        self._begin_row(made, began, busy, reward_busy)
+        return made
+
+    async def _sample_list(self, env: Environment, prompts: Sequence[Prompt], n: int, sampling: Sampling, key: str) -> list[Group]:
+        return await sample_groups(
             env,
-            prompts,
+            prompts if all(p.token_ids for p in prompts) else self.render(prompts),
             self.mesh.rollout,
             scorer=self.mesh.reward,
             chat=self.mesh.chat,
             samples=n,
-            sampling=sampling or self.config.sampling,
-            key=str(self.step + 1),
+            sampling=sampling,
+            key=key,
             seed=self.config.seed,
             deadline_s=self.config.trajectory_deadline_s,
         )
+
+    def _begin_row(self, groups: list[Group], began: float, busy: float, reward_busy: float) -> None:
+        assert self.mesh.rollout is not None and self._flow is not None
         scored = [t for g in groups for t in g.scored]
         if not scored:
             reasons = "; ".join(sorted({t.dropped or "?" for g in groups for t in g.trajectories})[:5])
@@ -123,9 +156,9 @@ class Run:
                 "trajectories": len(scored),
                 "dropped": drops(groups),
                 "finish": _fractions([t.finish_reason for t in scored]),
+                **self._flow.metrics(),
             },
         }
-        return groups
 
     async def train(self, batch: Batch, loss: Loss, *, role: Literal["trainer", "critic"] = "trainer") -> dict[str, float]:
         """One optimiser step of the policy (or the critic), whole or not at all, also when interrupted. Returns its
@@ -133,7 +166,10 @@ class Run:
         model = self.mesh.critic if role == "critic" else self.mesh.trainer
         if model is None:
             raise ConfigError(f"training needs the role {role} in the mesh")
+        before = self.step
         metrics = await whole(model.update(batch, loss))
+        if self._flow is not None and self.step > before:
+            self._flow.trained(self.mesh.version)
         self._step.setdefault("began", time.monotonic() - metrics["seconds"])
         self._step["train"] = self._step.get("train", 0.0) + metrics["seconds"]
         row, numbers = self._step.setdefault("row", {}), {k: v for k, v in metrics.items() if k != "seconds"}
@@ -142,7 +178,7 @@ class Run:
 
     async def publish(self) -> dict[str, Any]:
         """Gives every engine the new weights and ends the step: its row of metrics is written and shown. Returns it."""
-        update = await self.mesh.publish() if self.mesh.rollout is not None else {}
+        update = await self._flow.publish() if self._flow is not None else {}
         return self.log(update)
 
     def log(self, update: dict[str, float] | None = None) -> dict[str, Any]:
@@ -171,44 +207,46 @@ class Run:
         self._metrics.log(self.step, numbers)
         self.view.say(f"step {self.step}: " + ", ".join(f"{k.replace('_', ' ')} {v:.4f}" for k, v in numbers.items()))
 
-    async def evaluate(self, env: Environment, prompts: Sequence[Prompt], *, n: int = 1, sampling: Sampling | None = None) -> float:
+    async def evaluate(self, env: Environment, prompts: Sequence[Prompt], *, n: int = 1, sampling: Sampling | None = None) -> float | None:
         """Mean reward of `n` trajectories of each held-out prompt under the current weights; nothing of it is trained.
 
-        A trajectory that could not be scored counts as a miss here, so that dropping cannot raise the number.
+        With staleness above 0 it goes on beside the next steps, under the weights that the engines have by then got, and
+        None is returned; `held_out` and the metrics have the result in time, under its own step. A trajectory that could
+        not be scored counts as a miss here, so that dropping cannot raise the number.
         """
-        assert self.mesh.rollout is not None
-        if self.mesh.rollout.version != self.mesh.version:
-            await self.mesh.publish()
+        assert self.mesh.rollout is not None and self._flow is not None
         if self.held_out and self.held_out[-1][0] == self.step:
             return self.held_out[-1][1]
-        self.view.status(f"evaluating {len(prompts)} held-out prompts")
+        if not self._flow.behind:
+            if self.mesh.rollout.version != self.mesh.version:
+                await self._flow.publish()
+            return await self._evaluate(env, prompts, n, sampling, self.step)
+        await self._flow.evaluated()
+        await self._flow.delivered()
+        self._flow.evaluate(self._evaluate(env, prompts, n, sampling, self.mesh.rollout.version.step))
+        return None
+
+    async def _evaluate(self, env: Environment, prompts: Sequence[Prompt], n: int, sampling: Sampling | None, step: int) -> float:
+        if self._flow is not None and not self._flow.behind:
+            self.view.status(f"evaluating {len(prompts)} held-out prompts")
         began = time.monotonic()
-        groups = await sample_groups(
-            env,
-            prompts if all(p.token_ids for p in prompts) else self.render(prompts),
-            self.mesh.rollout,
-            scorer=self.mesh.reward,
-            chat=self.mesh.chat,
-            samples=n,
-            sampling=sampling or self.config.sampling,
-            key=f"eval-{self.step}",
-            seed=self.config.seed,
-            deadline_s=self.config.trajectory_deadline_s,
-        )
+        groups = await self._sample_list(env, prompts, n, sampling or self.config.sampling, f"eval-{step}")
         rewards = [t.reward if t.dropped is None and t.reward is not None else 0.0 for g in groups for t in g.trajectories]
         mean = sum(rewards) / len(rewards)
-        self.held_out.append((self.step, mean))
+        self.held_out.append((step, mean))
         row = {"held_out": {"reward": mean, "trajectories": len(rewards), "dropped": drops(groups)}, "time": {"evaluate": time.monotonic() - began}}
-        self._metrics.log(self.step, row)
-        self._samples.log(self.step, groups, "held-out")
+        self._metrics.log(step, row)
+        self._samples.log(step, groups, "held-out")
         self.view.status("")
-        self.view.held_out(self.step, mean)
+        self.view.held_out(step, mean)
         return mean
 
     async def checkpoint(self) -> None:
         """Writes a checkpoint: parameters, optimiser, schedule, and where the data and the schedule of evaluation stand."""
         assert self.mesh.trainer is not None
         self.view.status(f"writing checkpoint {self.step}")
+        if self._flow is not None:
+            await self._flow.before_checkpoint()
         state = {
             "streams": {name: s.state() for name, s in self._streams.items()},
             "held_out": self.held_out,
@@ -219,6 +257,8 @@ class Run:
             await whole(self.mesh.critic.save())
             state["critic"] = self.mesh.critic.version.step
         await whole(self.mesh.trainer.save(state))
+        if self._flow is not None:
+            self._flow.after_checkpoint(self.mesh.version)
         self.view.status("")
 
     @property
@@ -287,8 +327,9 @@ class Run:
 
     async def _open(self) -> None:
         resumed_at = None
+        life = self.directory.begin_life()
         if self.directory.existed and self.mesh.trainer is not None:
-            saved = await self.mesh.trainer.load()
+            saved = await self.mesh.trainer.load(life)
             resumed_at = 0
             if saved is not None:
                 self._saved, self.resumed, resumed_at = saved, True, self.step
@@ -302,6 +343,8 @@ class Run:
         self._metrics = MetricsLog(path, resumed_at=resumed_at, wandb=self.config.wandb, config=self.directory.record.config)
         self._samples = SampleLog(path, per_step=self.config.samples_logged, resumed_at=resumed_at)
         if self.mesh.rollout is not None and self.mesh.trainer is not None:
+            self._flow = Flow(self.config, path, self.mesh, self.view.say)
+            self._flow.resume(self.mesh.version, same=not self.directory.changed)
             self.view.status("giving the engines the trainer's weights")
             await self.mesh.publish()
         self.view.status("")
@@ -315,6 +358,8 @@ class Run:
 
     async def close(self) -> None:
         """Take the mesh down and give up the directory; the last line says what came of the run."""
+        if self._flow is not None:
+            await self._flow.evaluated()
         self.view.status("taking the mesh down")
         await self._close()
         self.view.status("")
@@ -323,6 +368,13 @@ class Run:
         self.directory.close()
 
     async def _close(self) -> None:
+        try:
+            if self._flow is not None:
+                await whole(self._flow.close())
+        finally:
+            await self._take_down()
+
+    async def _take_down(self) -> None:
         try:
             await whole(self.mesh.down())
         finally:

@@ -256,6 +256,8 @@ class TrainerRank:
         """
         found = self._store().load(step)
         if found is None:
+            if incarnation is not None:  # a life that begins anew shares no name with what an earlier one trained
+                self.version = PolicyVersion(incarnation, self.version.step)
             return None
         self.peak_lr = found.peak_lr
         saved = found.version.incarnation

@@ -1,0 +1,82 @@
+"""What the ledger writes down and gives back, and how a trajectory becomes bytes."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import msgspec
+
+from milkweed.types import Trajectory
+
+
+class Issue(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt given out to be sampled `samples` times. `number` counts the run's groups from 1, over all its lives;
+    `position` is the place in the stream `stream` ("": a list given by hand, which a resumed run cannot find again)."""
+
+    number: int
+    group: str
+    stream: str
+    position: int
+    epoch: int
+    seed: int
+    prompt_id: str
+    samples: int
+
+
+class HeldGroup(msgspec.Struct, kw_only=True):
+    """A group that is neither trained nor dropped: what is finished of it, by sample index, and what is not.
+
+    `turns` are the completions of unfinished samples so far, in the order they were asked for.
+    """
+
+    issue: Issue
+    finished: dict[int, Trajectory]
+    unfinished: list[int]
+    turns: dict[int, list[bytes]] = {}
+
+
+class Resumed(msgspec.Struct, kw_only=True):
+    """What a run that goes back to a checkpoint finds: the groups it holds (oldest first), the groups that steps after
+    the checkpoint had trained (to be trained again, in this order), where each stream goes on, and how many bytes were
+    cut from torn segments. `lineage` says for each incarnation before `previous` (the life before) up to which step
+    their weights are the same."""
+
+    held: list[HeldGroup]
+    again: dict[int, list[int]]
+    streams: dict[str, int]
+    next_number: int
+    lineage: dict[int, int]
+    previous: int | None = None
+    cut: int = 0
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_FIELDS = Trajectory.__struct_fields__
+
+
+def pack_trajectory(t: Trajectory) -> bytes:
+    """`t` as bytes: int32 tokens, one byte a mask entry, fp32 log-probs (what the trainer is given), the rest msgpack."""
+    return _encode(_flat(t))
+
+
+def _flat(t: Trajectory) -> dict[str, Any]:
+    d: dict[str, Any] = {name: getattr(t, name) for name in _FIELDS}
+    d["token_ids"] = array("i", t.token_ids).tobytes()
+    d["loss_mask"] = bytes(t.loss_mask)
+    d["logprobs"] = array("f", t.logprobs).tobytes()
+    d["segments"] = [_flat(s) for s in t.segments]
+    return d
+
+
+def unpack_trajectory(data: bytes) -> Trajectory:
+    """Inverse of `pack_trajectory`; log-probs come back rounded to fp32."""
+    return msgspec.convert(_full(msgspec.msgpack.decode(data)), Trajectory)
+
+
+def _full(d: dict[str, Any]) -> dict[str, Any]:
+    tokens, logprobs = array("i"), array("f")
+    tokens.frombytes(d["token_ids"])
+    logprobs.frombytes(d["logprobs"])
+    mask = [bool(b) for b in d["loss_mask"]]
+    return d | {"token_ids": tokens.tolist(), "logprobs": logprobs.tolist(), "loss_mask": mask, "segments": [_full(s) for s in d["segments"]]}
