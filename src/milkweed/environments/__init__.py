@@ -6,6 +6,7 @@ from milkweed.environments.execution import CodeLimits, Run, code_tests, run_pyt
 from milkweed.environments.extract import answer_in, last_box
 from milkweed.environments.maths import math_equal, mathematical
 from milkweed.environments.reward import Reward, Score, Scorer, current, install, score, use
+from milkweed.environments.session import python_tool, shell_tool
 from milkweed.environments.single_turn import single_turn
 from milkweed.environments.threads import Threads
 from milkweed.environments.tool_calls import ToolCall
@@ -38,9 +39,11 @@ __all__ = [
     "mathematical",
     "multiple_choice",
     "numeric",
+    "python_tool",
     "reasoning_gym_score",
     "run_python",
     "score",
+    "shell_tool",
     "single_turn",
     "tool",
     "tool_use",

@@ -126,7 +126,8 @@ class Conversation:
     ) -> None:
         self.chat, self.agent, self.history = chat, agent, history
         self.sampling, self.limits = sampling or Sampling(), limits or Limits()
-        self.tools: dict[str, Tool] = {t.name: t.session() for t in as_tools(tools)}
+        shared: dict[Any, Any] = {}
+        self.tools: dict[str, Tool] = {t.name: t.session(shared) for t in as_tools(tools)}
         self.schemas = [t.schema for t in self.tools.values()]
         self.form = format_of(chat.template_source)
         self.messages: list[Message] = [dict(m) for m in messages]

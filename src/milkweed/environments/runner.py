@@ -8,6 +8,12 @@ import sys
 
 
 def main() -> None:
+    serve(*enclosed())
+
+
+def enclosed():
+    """Shut this process in as the arguments say. Returns what it reads requests from, the descriptor that it answers
+    on, and the isolation that the kernel lent."""
     reader, writer, parent, memory, processes, file_bytes = map(int, sys.argv[1:7])
     folder = sys.argv[7]
     here = os.path.join(os.path.dirname(os.path.abspath(__file__)), "sandbox.py")
@@ -33,7 +39,7 @@ def main() -> None:
     box.drop_privileges()
     os.set_inheritable(reader, False)
     os.set_inheritable(writer, False)
-    serve(os.fdopen(reader, "r", encoding="utf-8"), writer, ",".join(isolation))
+    return os.fdopen(reader, "r", encoding="utf-8"), writer, ",".join(isolation)
 
 
 def serve(reader, writer, isolation) -> None:

@@ -36,7 +36,7 @@ class Tool:
         parameters: Mapping[str, Any] | None = None,
         fn: Callable[..., Any] | None = None,
         *,
-        deadline_s: float = 10.0,
+        deadline_s: float | None = 10.0,
     ) -> None:
         self.name, self.description, self.fn, self.deadline_s = name, description, fn, deadline_s
         self.parameters = dict(parameters or {"type": "object", "properties": {}})
@@ -47,8 +47,9 @@ class Tool:
         about = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": about}
 
-    def session(self) -> Tool:
-        """The tool for one trajectory; those with state give a new one each."""
+    def session(self, shared: dict[Any, Any]) -> Tool:
+        """The tool for one trajectory; those with state give a new one each. `shared` is the trajectory's own, for tools
+        that share a state."""
         return self
 
     async def close(self) -> None:
