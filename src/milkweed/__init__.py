@@ -27,6 +27,7 @@ _PUBLIC = {
     "Trainer": "training.trainer",
     "TrainerConfig": "training.config",
     "Router": "rollout",
+    "Gateway": "rollout.gateway",
     "new_qwen3": "models",
     "smollm2_instruct": "models",
     "cached_folder": "models",

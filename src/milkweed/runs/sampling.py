@@ -24,6 +24,11 @@ class Handle:
         self._threads: dict[str, Threads] = {}
         self._talks: list[Conversation] = []
 
+    @property
+    def sampling(self) -> Sampling:
+        """How completions are sampled where a call does not say."""
+        return self._sampling
+
     async def sample(self, token_ids: Sequence[int], sampling: Sampling | None = None) -> Completion:
         """One completion of `token_ids`. Raises DataError for a prompt that does not fit the context, FleetError
         when no engine is left, DeadlineExceeded when none answered in time."""
