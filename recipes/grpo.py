@@ -22,7 +22,7 @@ class Config(mw.RunConfig, kw_only=True):
     kl: float = 0.0
     """Weight of the KL to the model it started from; above 0 a reference is kept in memory."""
     sampling: mw.Sampling = mw.Sampling(max_tokens=4)
-    trainer: mw.TrainerConfig = mw.TrainerConfig(lr=4e-4, warmup_steps=10, seq_len=256, micro_rows=64)
+    trainer: mw.TrainerConfig = mw.TrainerConfig(lr=4e-4, warmup_steps=10, decay="linear", seq_len=256, micro_rows=64)
 
 
 def reward(prompt: mw.Prompt, completion: str) -> float:

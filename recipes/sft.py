@@ -13,7 +13,7 @@ class Config(mw.RunConfig, kw_only=True):
     """Model folder to start from; empty builds a fresh Qwen3."""
     out: str = ""
     """Where the trained model goes; default: `model` in the run's directory."""
-    steps: int = 500
+    steps: int = 600
     batch: int = 128
     """Examples a step."""
     learnt: float = 0.0

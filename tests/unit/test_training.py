@@ -67,7 +67,7 @@ def test_the_learning_rate_warms_up_and_decays():
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"lr": -1.0}, {"lr": float("nan")}, {"micro_rows": 0}, {"tensor_parallel": 0}, {"decay": "cosine"}, {"keep_checkpoints": 1}],
+    [{"lr": -1.0}, {"lr": float("nan")}, {"micro_rows": 0}, {"tensor_parallel": 0}, {"decay": "cosine", "warmup_steps": 3, "total_steps": 2}, {"keep_checkpoints": 1}],
 )
 def test_values_that_cannot_be_meant_are_refused_by_key(wrong):
     with pytest.raises(ConfigError, match=r"trainer\.\w+"):

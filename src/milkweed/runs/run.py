@@ -301,6 +301,9 @@ class Run:
             config=msgspec.to_builtins(config) | {"model": str(Path(model).absolute())},
             allow_changes=config.allow_changes,
         )
+        trainer = config.trainer
+        if trainer.decay != "none" and not trainer.total_steps:
+            trainer = msgspec.structs.replace(trainer, total_steps=config.steps)
         view = view or View(f"{Path(recipe).stem}  {directory.path.name}", config.steps)
         view.__enter__()
         run = None
@@ -309,7 +312,7 @@ class Run:
             mesh = await up(
                 config.mesh,
                 model=model,
-                trainer=config.trainer,
+                trainer=trainer,
                 run_dir=directory.path,
                 roles=roles,
                 **models,

@@ -26,7 +26,7 @@ class TrainerConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fi
     decay: Literal["none", "linear", "cosine"] = "none"
     """How the rate falls from the end of the warm-up to `min_lr` at `total_steps`."""
     total_steps: int = 0
-    """Optimiser step at which the decay ends; needed where `decay` is not "none"."""
+    """Optimiser step at which the decay ends; 0: at the last step of the run."""
     min_lr: float = 0.0
     clip_norm: float = 1.0
     """Largest global gradient norm; 0 or below: no clipping."""
@@ -61,7 +61,7 @@ class TrainerConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fi
         need(all(0 <= b < 1 for b in self.betas), "betas", "must lie in [0, 1)")
         need(self.warmup_steps >= 0, "warmup_steps", "must be 0 or above")
         need(
-            self.decay == "none" or self.total_steps > self.warmup_steps,
+            self.decay == "none" or self.total_steps == 0 or self.total_steps > self.warmup_steps,
             "total_steps",
             f"must be above trainer.warmup_steps ({self.warmup_steps}) where trainer.decay is {self.decay!r}",
         )
@@ -92,7 +92,7 @@ class TrainerConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fi
         peak = self.lr if peak is None else peak
         if step < self.warmup_steps:
             return peak * (step + 1) / self.warmup_steps
-        if self.decay == "none":
+        if self.decay == "none" or not self.total_steps:
             return peak
         done = min(1.0, (step - self.warmup_steps) / (self.total_steps - self.warmup_steps))
         left = 1 - done if self.decay == "linear" else 0.5 * (1 + math.cos(math.pi * done))
