@@ -60,6 +60,7 @@ from milkweed.algorithms.preference_losses import (
     ipo_loss,
     kto_loss,
     orpo_loss,
+    pair_members,
     reward_model_loss,
     simpo_loss,
 )
@@ -101,6 +102,7 @@ __all__ = [
     "ipo",
     "ipo_loss",
     "keep",
+    "last_values",
     "kl_estimate",
     "kl_in_reward",
     "kto",
@@ -116,6 +118,7 @@ __all__ = [
     "orpo_loss",
     "outcomes",
     "overlong_mask",
+    "pair_members",
     "per_token",
     "place_outcomes",
     "surrogate_loss",
