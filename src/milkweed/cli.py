@@ -92,10 +92,10 @@ def _without(arguments: list[str], flag: str) -> list[str]:
 
 def init_folder(folder: Path) -> int:
     """Copy meshes/ and recipes/ into `folder`. Files that are there already are left alone, and named."""
-    from milkweed.config import packaged
+    from milkweed.config.mesh import shipped
 
     for kind in ("meshes", "recipes"):
-        source, target = packaged(kind), folder / kind
+        source, target = shipped(kind), folder / kind
         target.mkdir(parents=True, exist_ok=True)
         for file in sorted(source.iterdir()):
             if file.suffix not in (".toml", ".py", ".ipynb"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -86,6 +87,13 @@ def test_a_script_that_is_interrupted_and_killed_leaves_nothing_and_resumes(mode
     none_left("resumed")
     steps = [r["step"] for r in mw.read_metrics(tmp_path / "run") if "time/step" in r]
     assert steps == list(range(1, len(steps) + 1)), "no step is missing and none is there twice"
+
+
+def test_the_readme_library_example_runs(tmp_path):
+    found = re.search(r"<!-- test: library -->\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (tmp_path / "example.py").write_text(found.group(1))
+    done = subprocess.run([sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert "0.1" in done.stdout.split()[-1], done.stdout + done.stderr[-3000:]
 
 
 def test_the_notebook_runs_from_top_to_bottom(model, tmp_path):
