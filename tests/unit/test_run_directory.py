@@ -39,6 +39,14 @@ def test_another_configuration_is_refused_and_the_difference_named(tmp_path):
     open_run(tmp_path / "run", trainer={"lr": 1.0}, steps=9).close()  # more steps is no other run
 
 
+def test_a_run_that_never_began_does_not_keep_its_name(tmp_path):
+    open_run(tmp_path / "run", lr=-1.0).discard()
+    assert not (tmp_path / "run").exists()
+    open_run(tmp_path / "run", lr=1.0).close()
+    open_run(tmp_path / "run", lr=1.0).discard()  # one that was there before stays
+    assert read_record(tmp_path / "run").config == {"lr": 1.0}
+
+
 def test_a_directory_that_holds_something_else_is_left_alone(tmp_path):
     (tmp_path / "thesis.txt").write_text("years of work")
     with pytest.raises(ConfigError, match="not empty"):

@@ -53,7 +53,7 @@ class RunDirectory:
     def __init__(self, path: str | Path, *, recipe: str, arguments: list[str], config: dict[str, Any], allow_changes: bool = False):
         self.path = Path(path).absolute()
         record_path = self.path / "run.json"
-        if self.path.exists() and not record_path.exists() and any(p.name != "lock" for p in self.path.iterdir()):
+        if self.path.exists() and not record_path.exists() and any(p.name not in ("lock", "logs") for p in self.path.iterdir()):
             raise ConfigError(f"run_dir {self.path} is not empty and holds no run (no run.json); name another directory")
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = self._take_lock()
@@ -117,6 +117,16 @@ class RunDirectory:
             raise ConfigError(f"{path} is broken: {error}") from error
         write_atomic(path, f"{lives}\n".encode())
         return lives
+
+    def discard(self) -> None:
+        """Take back a directory in which nothing came to run, so that the same name can be used again with what was
+        wrong put right. Logs are left; a run that was there before is not touched."""
+        if not self.existed and not (self.path / "metrics.jsonl").exists():
+            (self.path / "run.json").unlink(missing_ok=True)
+            (self.path / "lock").unlink(missing_ok=True)
+            if not any(self.path.iterdir()):
+                self.path.rmdir()
+        self.close()
 
     def close(self) -> None:
         """Gives up the lock."""

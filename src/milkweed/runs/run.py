@@ -325,7 +325,7 @@ class Run:
             if run is not None:
                 await run._close()
             view.__exit__(None, None, None)
-            directory.close()
+            directory.discard()
             raise
 
     async def _open(self) -> None:
