@@ -138,6 +138,7 @@ class Flow:
             groups=groups,
             samples=samples,
             staleness=c.staleness,
+            steps=c.steps,
             late=c.late,
             oversample=c.oversample,
             retries=c.retries,
@@ -225,7 +226,8 @@ class Flow:
         finally:
             offered.set()
 
-    async def _delivered(self) -> None:
+    async def delivered(self) -> None:
+        """Waits for the publishing under way, if there is one; raises what it raised."""
         delivery, self._delivery = self._delivery, None
         if delivery is not None:
             await delivery

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -55,12 +56,14 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     `late` is what happens to a group that younger ones overtook until its first tokens are over the bound: "mask" trains
     its other tokens only and never waits; "wait" lets the batch wait for it before that. `oversample` issues so much
     more (0.5: half as much again) and gives the tail up when a batch is full. `retries` are further attempts at a
-    sample that failed. A filter that rejects `patience` batches in a row ends the run.
+    sample that failed. Nothing is issued for steps after `steps`. A filter that rejects `patience` batches in a row ends
+    the run.
     """
 
     groups: int
     samples: int
     staleness: int = 0
+    steps: int = 1 << 62
     late: Literal["mask", "wait"] = "mask"
     oversample: float = 0.0
     retries: int = 1
@@ -131,6 +134,7 @@ class Generator:
         self._served, self._next = version, version.step
         self._running: dict[int, Made] = {}
         self._buffer: dict[int, Made] = {}
+        self._waiting: deque[tuple[Made, list[int]]] = deque()
         self._given: list[Made] = []
         self._given_rows: list[tuple[int, int, int, int]] = []
         self._again: dict[int, list[int]] = {}
@@ -185,7 +189,8 @@ class Generator:
     def serve(self, version: PolicyVersion) -> None:
         """The engines serve `version` now."""
         self._served = version
-        self._admit()
+        if self.limits.staleness:  # at 0 a batch is begun when it is asked for
+            self._admit()
         self._changed.set()
 
     def restore(self, held: Sequence[HeldGroup], prompts: Callable[[int], Prompt], again: dict[int, list[int]]) -> None:
@@ -200,7 +205,7 @@ class Generator:
                 )
             made = Made(h.issue, prompt, self._served, self._next, dict(h.finished))
             if h.unfinished:
-                self._begin(made, h.unfinished)
+                self._waiting.append((made, h.unfinished))
             else:
                 self._completed(made)
 
@@ -228,7 +233,7 @@ class Generator:
 
     @property
     def outstanding(self) -> int:
-        """Groups issued and neither taken nor dropped."""
+        """Groups on their way: being sampled, or finished and not taken."""
         return len(self._running) + len(self._buffer)
 
     # ---- issuing
@@ -237,8 +242,13 @@ class Generator:
         """Issues what may be trained in order within the bound, and no more."""
         if self._failure is not None:
             return
-        batches = self._served.step + self.limits.staleness - self._next + 1
+        batches = min(self._served.step + self.limits.staleness + 1, self.limits.steps) - self._next
         room = self.limits.cohort * batches - self.outstanding
+        while room > 0 and self._waiting:  # of a former life: issued already, begun when within the bound
+            made, unfinished = self._waiting.popleft()
+            made.begun, made.due = self._served, self._next + self.outstanding // self.limits.cohort
+            self._begin(made, unfinished)
+            room -= 1
         if room <= 0:
             return
         issues, begun = [], []

@@ -124,6 +124,7 @@ class Ledger:
             rows.append(("state", (CONSUMED, number, sample)))
         rows.append(("step", (version.incarnation, version.step, int(again), json.dumps(numbers), json.dumps(note or {}))))
         self._add(rows)
+        self._wake.set()  # a step is written at once: the less of it is lost, the less is done again
 
     def checkpoint(self, version: PolicyVersion) -> None:
         """A whole checkpoint of `version` is there: what was trained up to it counts. Call `flush(durable=True)` before
@@ -235,7 +236,7 @@ class Ledger:
                 self._commit(rows)
                 if durable:
                     self._segments.write(sync=True)
-                    self._index.execute("PRAGMA wal_checkpoint(FULL)")
+                    self._index.execute("PRAGMA wal_checkpoint(TRUNCATE)")
             except (OSError, sqlite3.Error, ValueError, OverflowError) as error:
                 self._failure = error
             self.seconds += time.thread_time() - began
