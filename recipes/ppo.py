@@ -1,5 +1,7 @@
 """PPO: policy, critic, and a verified or a learned reward. Run: ./tools/run recipes/ppo.py [--reward-model FOLDER]"""
 
+from pathlib import Path
+
 import grpo
 import sft
 
@@ -11,6 +13,8 @@ class Config(mw.RunConfig, kw_only=True):
 
     model: str = ""
     """Model folder; empty starts from the small Qwen3 that recipes/sft.py warms up."""
+    out: str = ""
+    """Where the trained model goes; default: `model` in the run's directory."""
     reward_model: str = ""
     """Folder made by recipes/reward_model.py, whose score is the reward; empty: the sum is checked."""
     steps: int = 100
@@ -27,14 +31,14 @@ class Config(mw.RunConfig, kw_only=True):
     trace: float = 0.95
     """GAE's lambda."""
     kl: float = 0.0
-    """KL penalty to the model it started from, in the reward; above 0 a reference is kept in memory."""
+    """KL penalty to the model it started from, in the reward; a learned reward needs it (0.1), or its faults are learnt."""
     sampling: mw.Sampling = mw.Sampling(max_tokens=4)
     trainer: mw.TrainerConfig = mw.TrainerConfig(lr=4e-4, warmup_steps=4, seq_len=256, micro_rows=64)
     critic: mw.TrainerConfig = mw.TrainerConfig(lr=1e-3, warmup_steps=4, seq_len=256, micro_rows=64)
 
 
-async def estimate(cfg: Config, mesh: mw.Mesh, batch: mw.Batch) -> None:
-    """Put GAE's advantages and the critic's targets into `batch`, whose advantages are the verified rewards so far."""
+async def estimate(cfg: Config, mesh: mw.Mesh, batch: mw.Batch) -> mw.Batch:
+    """`batch`, whose advantages are the verified rewards so far, with GAE's advantages and the critic's targets."""
     a, mask, segments = mw.algorithms, batch.mask, batch.segments
     outcomes = a.segment_mean(batch.advantages, mask, segments)
     if mesh.reward_model is not None:  # its score as the chance to be preferred to a middling answer
@@ -45,27 +49,31 @@ async def estimate(cfg: Config, mesh: mw.Mesh, batch: mw.Batch) -> None:
     advantages, returns = a.gae(rewards, values, mask, trace=cfg.trace, segments=segments)
     batch.advantages = a.whiten(advantages, mask)
     batch.extra |= {"values": values, "returns": returns}
+    return batch
 
 
-async def main(cfg: Config) -> None:
+async def train(cfg: Config, model: str | Path, out: str | Path = "") -> Path:
+    """Train `model` against the reward that `cfg` names; returns the folder of the result."""
     train_set, held_out = sft.sums()
-    model = cfg.model or await sft.warm_model(cfg.seed)
     models = {"critic": cfg.critic, "reward_model": cfg.reward_model or None, "reference": cfg.kl > 0}
     async with mw.start(cfg, model=model, **models) as run:
-        solve = mw.single_turn(grpo.reward)
-        policy_loss, value_loss = mw.algorithms.ppo_loss(clip=cfg.clip), mw.algorithms.value_loss(clip=cfg.clip)
+        solve, a = mw.single_turn(grpo.reward), mw.algorithms
         prompts, exam = run.stream(train_set), run.render(held_out[: cfg.eval_prompts])
         await run.evaluate(solve, exam)
         async for _ in run.steps():
             groups = await run.sample(solve, prompts.take(cfg.prompts), n=cfg.samples)
-            batch = mw.batch(groups, mw.algorithms.reinforce)
-            await estimate(cfg, run.mesh, batch)
+            batch = await estimate(cfg, run.mesh, mw.batch(groups, a.reinforce))
             for _ in range(cfg.updates):
-                await run.train(batch, policy_loss)
-                await run.train(batch, value_loss, role="critic")
+                await run.train(batch, a.ppo_loss(clip=cfg.clip))
+                await run.train(batch, a.value_loss(clip=cfg.clip), role="critic")
             await run.publish()
             if run.step % cfg.eval_every == 0:
                 await run.evaluate(solve, exam)
+        return await run.mesh.trainer.export(out or run.directory.path / "model")
+
+
+async def main(cfg: Config) -> None:
+    print("model in", await train(cfg, cfg.model or await sft.warm_model(cfg.seed), cfg.out))
 
 
 if __name__ == "__main__":

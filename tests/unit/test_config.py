@@ -144,6 +144,9 @@ def test_shipped_meshes_are_what_they_say() -> None:
         ("local", "trainer.dtype=fp32", "choose one of float32, bfloat16"),
         ("local", "rollout.replica=2", "did you mean 'rollout.replicas'"),
         ("local", "trainer.threads=1.5", "expected `int`, got `float`"),
+        ("local", "critic.tensor_parallel=0", "critic.tensor_parallel: 0 is too few; at least 1"),
+        ("local", "reward_model.thread=2", "did you mean 'reward_model.threads'"),
+        ("node8", "critic.data_parallel_shard=4", "rollout0 needs 1 GPU of one host; 8 of 8 are taken"),
         ("lokal", "", "no mesh named 'lokal': did you mean 'local'?"),
     ],
 )
@@ -153,6 +156,18 @@ def test_meshes_that_cannot_be_are_refused(name: str, override: str, words: str)
     assert words in str(raised.value)
 
 
+def test_a_critic_and_a_reward_model_have_places_of_their_own_where_the_mesh_says_so() -> None:
+    node = config.load_mesh("node8", ["critic.data_parallel_shard=2", "reward_model.threads=3", "rollout.replicas=1"])
+    assert node.place("critic", 0).gpus == (4, 5) and node.degrees("critic").procs == 2
+    assert node.place("reward_model", 0).gpus == (6,) and node.place("reward_model", 0).threads == 3
+    plain = config.load_mesh("node8")
+    for role in ("critic", "reward_model", "reference"):
+        assert plain.place(role, 0) == plain.place("trainer", 0) and plain.degrees(role) == plain.trainer
+    with pytest.raises(ConfigError, match="there is one critic, so critic1 has no place"):
+        node.place("critic", 1)
+
+
 def test_engine_options_pass_through() -> None:
     mesh = config.load_mesh("local", ["rollout.engine.max_total_tokens=4096", "rollout.engine.dtype=float32"])
-    assert mesh.rollout.engine == {"max_running_requests": 64, "max_total_tokens": 4096, "dtype": "float32"}
+    own = config.load_mesh("local").rollout.engine
+    assert mesh.rollout.engine == own | {"max_total_tokens": 4096, "dtype": "float32"}
