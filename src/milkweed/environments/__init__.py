@@ -3,6 +3,7 @@
 from milkweed.environments.classes import as_environment, from_gym, tool_use
 from milkweed.environments.conversation import Conversation, LimitReached, Limits, Reply
 from milkweed.environments.execution import CodeLimits, Run, code_tests, run_python
+from milkweed.environments.expert import Expert
 from milkweed.environments.extract import answer_in, last_box
 from milkweed.environments.maths import math_equal, mathematical
 from milkweed.environments.reward import Reward, Score, Scorer, current, install, score, use
@@ -16,6 +17,7 @@ from milkweed.environments.verifiers import by_answer, exact, multiple_choice, n
 __all__ = [
     "CodeLimits",
     "Conversation",
+    "Expert",
     "LimitReached",
     "Limits",
     "Reply",

@@ -20,6 +20,7 @@ def tool_use(
     sampling: Sampling | None = None,
     deadline_s: float | None = None,
     history: Literal["split", "keep"] = "split",
+    announce: bool = True,
 ) -> Environment:
     """An environment of many turns: tools are run until the policy answers without calling one, or a limit is met;
     then `reward(prompt, text of the last turn)` is run outside the controller.
@@ -31,7 +32,7 @@ def tool_use(
 
     async def environment(prompt: Prompt, policy: Any) -> Trajectory:
         talk: Conversation = policy.talk(
-            prompt.messages, tools=tools, limits=limits or Limits(turns=8), sampling=sampling, history=history
+            prompt.messages, tools=tools, limits=limits or Limits(turns=8), sampling=sampling, history=history, announce=announce
         )
         async for reply in talk:
             await talk.run_tools(reply)

@@ -108,8 +108,8 @@ class Conversation:
     ...     await talk.run_tools(reply)     # adds an observation for every call
     >>> return talk.trajectory(reward=float(reply.text == task.answer))
 
-    `history="keep"` never asks whether the template rewrites earlier turns: one segment, always. Raises DataError where
-    the template refuses the messages.
+    `history="keep"` never asks whether the template rewrites earlier turns: one segment, always. `announce=False` does not
+    tell the model of its tools, which it is taken to know. Raises DataError where the template refuses the messages.
     """
 
     def __init__(
@@ -123,6 +123,7 @@ class Conversation:
         limits: Limits | None = None,
         agent: str = "",
         history: Literal["split", "keep"] = "split",
+        announce: bool = True,
     ) -> None:
         self.chat, self.agent, self.history = chat, agent, history
         self.sampling, self.limits = sampling or Sampling(), limits or Limits()
@@ -145,7 +146,8 @@ class Conversation:
         self._rewards: list[tuple[_Segment, int, float]] = []
         self._seconds = self.limits.seconds
         self._began = asyncio.get_running_loop().time()
-        self._template_has_tools = bool(self.schemas) and self._template_shows_tools()
+        self._announced = self.schemas if announce else []
+        self._template_has_tools = bool(self._announced) and self._template_shows_tools()
 
     # ---- turns
 
@@ -258,8 +260,8 @@ class Conversation:
         where it has no place for them told in the system message."""
         raw = self._raw | ({marked: MARK} if marked >= 0 else {})
         shown = [{"role": "assistant", "content": raw[i]} if i in raw else m for i, m in enumerate(messages)]
-        if self.schemas and not self._template_has_tools:
-            told = describe(self.schemas, self.form)
+        if self._announced and not self._template_has_tools:
+            told = describe(self._announced, self.form)
             if shown and shown[0].get("role") == "system":
                 shown[0] = shown[0] | {"content": f"{shown[0].get('content', '')}\n\n{told}"}
             else:

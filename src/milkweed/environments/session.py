@@ -29,7 +29,15 @@ START_S = 30.0
 AT_ONCE = 64
 """Processes alive at the same time; a trajectory that wants one more waits for another to end."""
 
-_slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+BUSY = 2 * (os.cpu_count() or 1) + 2
+"""Those of them that run something; waiting for one's turn does not count against the deadline."""
+
+_slots: WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[asyncio.Semaphore, asyncio.Semaphore]] = WeakKeyDictionary()
+
+
+def _turns() -> tuple[asyncio.Semaphore, asyncio.Semaphore]:
+    made = asyncio.Semaphore(AT_ONCE), asyncio.Semaphore(BUSY)
+    return _slots.setdefault(asyncio.get_running_loop(), made)
 
 
 class Session:
@@ -50,26 +58,34 @@ class Session:
         """What `source` printed. Raises EnvironmentFailed where no process can be had; whatever the code does is told
         in the text."""
         async with self._lock:
-            if self._process is None:
-                await self._start()
-            word = os.urandom(8).hex()
-            fault = await self._ask({"word": word, kind: source}, word, self.limits.deadline_s)
-            text = bytes(self._buffers[self._out][: self.limits.output_bytes]).decode("utf-8", "replace")
-            self._buffers[self._out].clear()
-            if fault:
-                await self._end()
-                text += f"\n(error: {fault}; the session's state is lost)"
-            return text
+            if self._slot is None:
+                alive = _turns()[0]
+                await alive.acquire()
+                self._slot = alive
+            async with _turns()[1]:
+                return await self._run(kind, source)
+
+    async def _run(self, kind: str, source: str) -> str:
+        if self._process is None:
+            await self._start()
+        word = os.urandom(8).hex()
+        fault = await self._ask({"word": word, kind: source}, word, self.limits.deadline_s)
+        text = bytes(self._buffers[self._out][: self.limits.output_bytes]).decode("utf-8", "replace")
+        self._buffers[self._out].clear()
+        if fault:
+            await self._end()
+            text += f"\n(error: {fault}; the session's state is lost)"
+        return text
 
     async def close(self) -> None:
         """Ends the process with everything it started. May be called twice, and at any time."""
         await self._end()
+        if self._slot is not None:
+            self._slot.release()
+            self._slot = None
 
     async def _start(self) -> None:
         loop = asyncio.get_running_loop()
-        slot = _slots.setdefault(loop, asyncio.Semaphore(AT_ONCE))
-        await slot.acquire()
-        self._slot = slot
         try:
             self._spawn()
         except OSError as error:
@@ -188,9 +204,6 @@ class Session:
             while process.poll() is None and time.monotonic() < end:
                 await asyncio.sleep(0.002)
             shutil.rmtree(self._folder, ignore_errors=True)
-        if self._slot is not None:
-            self._slot.release()
-            self._slot = None
 
 
 class SessionTool(Tool):

@@ -22,7 +22,8 @@ class Threads:
     that shares nothing, or has other tools or another sampling support, begins anew. All are segments of one trajectory.
     """
 
-    def __init__(self, chat: Chat, sample: Sample, sampling: Sampling, *, limits: Limits | None = None, agent: str = "") -> None:
+    def __init__(self, chat: Chat, sample: Sample, sampling: Sampling, *, limits: Limits | None = None, agent: str = "", announce: bool = True) -> None:
+        self.announce = announce
         self._chat, self._sample, self._sampling, self._limits, self.agent = chat, sample, sampling, limits, agent
         self._at: dict[bytes, tuple[Conversation, int]] = {}
         self._busy: set[int] = set()
@@ -41,7 +42,7 @@ class Threads:
         talk, new = self._find(digests, messages)
         if talk is None:
             talk = Conversation(
-                self._chat, self._sample, messages, tools=offered, sampling=sampling, limits=self._limits, agent=self.agent
+                self._chat, self._sample, messages, tools=offered, sampling=sampling, limits=self._limits, agent=self.agent, announce=self.announce
             )
             self.conversations.append(talk)
         talk.sampling = sampling

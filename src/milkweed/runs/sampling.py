@@ -59,6 +59,7 @@ class Handle:
         sampling: Sampling | None = None,
         agent: str = "",
         history: Any = "split",
+        announce: bool = True,
     ) -> Conversation:
         """A conversation that begins with `messages`: turns, tools, limits and the trajectory in one hand."""
         talk = Conversation(
@@ -70,6 +71,7 @@ class Handle:
             sampling=sampling or self._sampling,
             agent=agent,
             history=history,
+            announce=announce,
         )
         self._talks.append(talk)
         return talk

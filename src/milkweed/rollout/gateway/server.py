@@ -14,6 +14,7 @@ import secrets
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from milkweed.data.tokenizer import Chat
 
 BODY_BYTES = 32 << 20
+AGENTS = 256
+"""Blocking agents that run at the same time, each in a thread."""
 LOOK_S = 1.0
 """How often it is looked whether the caller of a request is still there."""
 IDLE_S = 3600.0
@@ -45,6 +48,7 @@ class Gateway:
 
     It listens on this machine only unless `host` says otherwise, and every call must bring `token` (made up where none is
     given) or the key of a session. Calls with a session's key are kept in it; calls with the token are only answered.
+    `announce=False` does not tell the model of the tools that a call offers, which it is taken to know.
     """
 
     def __init__(
@@ -57,11 +61,14 @@ class Gateway:
         host: str = "127.0.0.1",
         port: int = 0,
         token: str = "",
+        announce: bool = True,
     ) -> None:
+        self.announce = announce
         self.router, self._chat, self.sampling = router, chat, sampling or Sampling()
         self.model, self.host, self.port, self.token = model, host, port, token or secrets.token_hex(24)
         self._sessions: dict[str, Session] = {}  # by id
         self._keys: dict[str, Session] = {}
+        self._agents = ThreadPoolExecutor(AGENTS, thread_name_prefix="agent")
         self._server: Any = None
         self._serving: asyncio.Task[None] | None = None
 
@@ -94,7 +101,7 @@ class Gateway:
         for old in [s for s in self._sessions.values() if now - s.used > IDLE_S]:
             self.close_session(old)
         default = sampling or getattr(policy, "sampling", None) or self.sampling
-        session = Session(self.base_url, self._chat, policy or _Bare(self.router, f"gateway {secrets.token_hex(8)}"), default, limits=limits, fixed=fixed)
+        session = Session(self.base_url, self._chat, policy or _Bare(self.router, f"gateway {secrets.token_hex(8)}"), default, limits=limits, fixed=fixed, announce=self.announce)
         self._sessions[session.id] = self._keys[session.key] = session
         return session
 
@@ -116,7 +123,7 @@ class Gateway:
                     if inspect.iscoroutinefunction(agent):
                         outcome = await agent(*arguments)
                     else:
-                        outcome = await asyncio.to_thread(agent, *arguments)
+                        outcome = await asyncio.get_running_loop().run_in_executor(self._agents, agent, *arguments)
                 except Exception:
                     if session.failure is not None:
                         raise session.failure from None
@@ -172,6 +179,7 @@ class Gateway:
             for task in late:
                 task.cancel()
             self._serving = None
+        self._agents.shutdown(wait=False, cancel_futures=True)
 
     def _app(self) -> Any:
         from starlette.applications import Starlette
@@ -254,7 +262,7 @@ class Gateway:
         async def one() -> Reply:
             if session is not None:
                 return await session.chat(messages, tools, sampling)
-            return await Threads(self._chat, _Bare(self.router).sample, sampling).chat(messages, tools=tools, sampling=sampling)
+            return await Threads(self._chat, _Bare(self.router).sample, sampling, announce=self.announce).chat(messages, tools=tools, sampling=sampling)
 
         return self._send(body, wire.chat_answer(self._chat, self.model, body, await _all(one, count)))
 

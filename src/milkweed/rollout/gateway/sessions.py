@@ -21,13 +21,13 @@ class Session:
     api_key=s.key)`. Calls that go on from each other are one sequence of tokens, others are segments of one trajectory.
     """
 
-    def __init__(self, base_url: str, chat: Chat, policy: Any, sampling: Sampling, *, limits: Limits | None, fixed: bool) -> None:
+    def __init__(self, base_url: str, chat: Chat, policy: Any, sampling: Sampling, *, limits: Limits | None, fixed: bool, announce: bool = True) -> None:
         self.id, self.key, self.base_url = secrets.token_hex(8), f"sk-mw-{secrets.token_hex(24)}", base_url
         self.sampling, self.fixed = sampling, fixed
         self.calls, self.used = 0, time.monotonic()
         self.failure: BaseException | None = None
         """What the engines failed at, if they did: the agent may have hidden it."""
-        self._threads = Threads(chat, policy.sample, sampling, limits=limits)
+        self._threads = Threads(chat, policy.sample, sampling, limits=limits, announce=announce)
         self._rewarded: asyncio.Future[tuple[float, dict[str, float]]] = asyncio.get_running_loop().create_future()
 
     async def chat(self, messages: Sequence[Message], tools: Sequence[Any], sampling: Sampling) -> Reply:
