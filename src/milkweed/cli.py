@@ -27,6 +27,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     check = commands.add_parser("audit", help="prove that a run's sums agree: issued = trained + dropped + held")
     check.add_argument("folder", type=Path, help="a run directory")
     check.add_argument("--json", action="store_true", help="the report as one line of JSON")
+    shown = commands.add_parser("show", help="trajectories of a run: turns, rewards, tokens coloured by advantage")
+    shown.add_argument("folder", type=Path, help="a run directory")
+    shown.add_argument("--step", type=int, help="those that this step trained (default: the last)")
+    shown.add_argument("--group", default="", help="those of this group")
+    shown.add_argument("--n", type=int, default=4, help="how many (default: 4)")
+    shown.add_argument("--colour", choices=("advantage", "logprob"), default="advantage", help="what colours a sampled token")
+    serve = commands.add_parser("serve", help="serve a model folder behind an OpenAI-compatible API")
+    serve.add_argument("model", help="a model folder (config.json, safetensors, tokenizer)")
+    serve.add_argument("--mesh", default="local", help="mesh file, or the name of one that comes with Milkweed (default: local)")
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
+    serve.add_argument("--port", type=int, default=8000, help="port to listen on; 0 takes a free one (default: 8000)")
+    serve.add_argument("--token", default=os.environ.get("MILKWEED_TOKEN", ""), help="what callers must bring (default: $MILKWEED_TOKEN, or one made up)")
+    serve.add_argument("--name", default="", help="the model's name (default: the folder's)")
     doctor = commands.add_parser("doctor", help="check this machine and its packages, and say how to mend what is wrong")
     doctor.add_argument("arguments", nargs=argparse.REMAINDER)
     arguments = parser.parse_args(argv)
@@ -37,6 +50,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             return init_folder(Path(arguments.folder))
         if arguments.command == "audit":
             return audit_run(arguments.folder, as_json=arguments.json)
+        if arguments.command == "show":
+            from milkweed.observe.show import show_run
+
+            show_run(arguments.folder, step=arguments.step, group=arguments.group, most=arguments.n, colour=arguments.colour)
+            return 0
+        if arguments.command == "serve":
+            return serve_model(arguments)
         from milkweed.doctor import main as check
 
         return check(arguments.arguments)
@@ -56,6 +76,29 @@ def audit_run(folder: Path, *, as_json: bool = False) -> int:
     report = audit(folder)
     print(json.dumps({**msgspec.to_builtins(report), "held": report.held, "agrees": report.agrees}) if as_json else report.text())
     return 0 if report.agrees else 1
+
+
+def serve_model(arguments: argparse.Namespace) -> int:
+    """Engines of the mesh behind the gateway, until Ctrl-C."""
+    import asyncio
+
+    from milkweed.rollout.gateway import Gateway
+    from milkweed.runs.mesh import up
+
+    async def serve() -> None:
+        said = lambda text: print(text, file=sys.stderr, flush=True) if text else None  # noqa: E731
+        async with await up(arguments.mesh, model=arguments.model, roles=("rollout",), progress=said) as mesh:
+            name = arguments.name or mesh.model.name
+            options = {"model": name, "host": arguments.host, "port": arguments.port, "token": arguments.token}
+            async with Gateway(mesh.rollout, mesh.chat, **options) as gateway:
+                print(f"serving {name}: OPENAI_BASE_URL={gateway.base_url} OPENAI_API_KEY={gateway.token}", flush=True)
+                await gateway.ended()
+
+    try:
+        asyncio.run(serve())
+    except KeyboardInterrupt:
+        pass  # the way to end it
+    return 0
 
 
 def run_target(target: str, arguments: list[str]) -> int:

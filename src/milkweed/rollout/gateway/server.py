@@ -171,6 +171,13 @@ class Gateway:
         while not self._server.started and not self._serving.done():
             await asyncio.sleep(0.005)
 
+    async def ended(self) -> None:
+        """Waits until the server ends. Raises FleetError when no engine is left to serve from."""
+        while self._serving is not None and not self._serving.done():
+            await asyncio.wait([self._serving], timeout=LOOK_S)
+            if hasattr(self.router, "versions") and not self.router.versions():
+                raise FleetError("rollout", "died", "no engine is left to serve from")
+
     async def close(self) -> None:
         """Stop listening. Calls under way get a moment to end."""
         if self._serving is not None:
