@@ -4,41 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-import selectors
 
 from milkweed.data import PromptStream
 from milkweed.runs.generator import Generator, Limits
+from milkweed.runs.virtual_time import run_virtual
 from milkweed.types import PolicyVersion, Prompt, Sampling, Trajectory, VersionSpan
-
-
-class _Jump(selectors.DefaultSelector):
-    """Never waits: what it was asked to wait for has passed on the loop's clock."""
-
-    def __init__(self):
-        super().__init__()
-        self.now = 0.0
-
-    def select(self, timeout=None):
-        ready = super().select(0)
-        if not ready and timeout:
-            self.now += timeout
-        return ready
-
-
-class JumpingLoop(asyncio.SelectorEventLoop):
-    """An event loop on virtual time."""
-
-    def __init__(self):
-        self._jump = _Jump()
-        super().__init__(self._jump)
-
-    def time(self):
-        return self._jump.now
-
-
-def run_virtual(work):
-    with asyncio.Runner(loop_factory=JumpingLoop) as runner:
-        return runner.run(work)
 
 
 def prompts(n=50):
@@ -106,4 +76,4 @@ class World:
         self.generator.serve(version)
 
 
-__all__ = ["JumpingLoop", "Limits", "World", "prompts", "run_virtual"]
+__all__ = ["Limits", "World", "prompts", "run_virtual"]

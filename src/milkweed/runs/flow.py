@@ -55,9 +55,9 @@ class Journal(Handle):
 class Flow:
     """Made by a run that has a trainer and engines. `resume` first; `close` last."""
 
-    def __init__(self, config: RunConfig, folder: Path, mesh: Mesh, say: Callable[[str], None]) -> None:
+    def __init__(self, config: RunConfig, folder: Path, mesh: Mesh, say: Callable[[str], None], *, threaded: bool = True) -> None:
         self.config, self.mesh, self.say = config, mesh, say
-        self.ledger = Ledger(folder / "ledger", keep_steps=config.keep_tokens_steps or None)
+        self.ledger = Ledger(folder / "ledger", threaded=threaded, keep_steps=config.keep_tokens_steps or None)
         self.resumed: Resumed | None = None
         self.update: dict[str, float] = {}
         """What the last finished publishing took."""
