@@ -99,6 +99,17 @@ class RewardConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """CPU threads of each."""
 
 
+class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How weights travel from the trainer to the engines."""
+
+    transport: Literal["auto", "shm", "nixl", "message"] = "auto"
+    """`auto`: shared memory on the trainer's host, NIXL to others; the rest forces one way for all."""
+    dtype: Literal["", "float32", "bfloat16"] = ""
+    """What is sent; empty: what the engines compute in. Smaller is faster, and less exact where they compute in more."""
+    relay: bool = True
+    """Hosts hand versions on to each other, so that the trainer sends each once however many there are."""
+
+
 class MeshConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Hosts and roles. `origin` is the file it came from."""
 
@@ -115,6 +126,7 @@ class MeshConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """As `reference`, for a learned reward; `reward` are the processes that run reward functions."""
     rollout: EngineConfig = EngineConfig()
     reward: RewardConfig = RewardConfig()
+    transfer: TransferConfig = TransferConfig()
     origin: str = "this mesh"
 
     def __post_init__(self) -> None:

@@ -48,6 +48,10 @@ class EngineActor(Actor):
         await _kept(self._engine.abort(ids))
 
     @concurrent_endpoint
+    async def layout(self, deadline_s: float) -> bytes:
+        return await _kept(self._engine.layout(deadline_s))
+
+    @concurrent_endpoint
     async def commit(self, staged: bytes, deadline_s: float, fault: str = "") -> bytes:
         return encode(await _kept(self._engine.commit(msgspec.msgpack.decode(staged, type=Staged), deadline_s, fault)))
 

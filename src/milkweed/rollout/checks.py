@@ -69,6 +69,18 @@ def check_staged(staged: Staged, expected: dict[str, tuple[int, ...]], *, is_tie
             count *= n
         if t.nbytes != count * size or t.offset < 0 or t.offset + t.nbytes > staged.nbytes:
             raise TransferError(f"version {staged.version}: {name} does not lie whole in its slot")
+    _check_file(staged)
+
+
+def check_image(staged: Staged, layout: str) -> None:
+    """Raises TransferError unless `staged` is laid out for an engine whose layout has this digest and lies in its file."""
+    if staged.layout != layout:
+        what = f"is laid out for engines {layout}" if layout else "was never asked for its layout"
+        raise TransferError(f"version {staged.version} is laid out for engines {staged.layout}; this one {what}")
+    _check_file(staged)
+
+
+def _check_file(staged: Staged) -> None:
     try:
         length = os.stat(staged.path).st_size
     except OSError as e:

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from milkweed.errors import MilkweedError, TransferError
-from milkweed.rollout.checks import check_staged, folder_tensors, tied
+from milkweed.rollout.checks import check_image, check_staged, folder_tensors, tied
 from milkweed.rollout.protocol import (
     Collected,
     CommitReport,
@@ -25,8 +25,9 @@ from milkweed.rollout.protocol import (
     EngineStats,
 )
 from milkweed.rollout.sglang_engine import EngineDied, SGLang, engine_arguments
-from milkweed.rollout.sglang_hooks import METHOD
+from milkweed.rollout.sglang_hooks import LAYOUT, METHOD
 from milkweed.transfer.manifest import Staged
+from milkweed.transfer.plan import EngineLayout
 from milkweed.types import PolicyVersion, VersionSpan
 
 _POLL_S = 0.2
@@ -47,6 +48,7 @@ class RolloutEngine:
         self._state: EngineState = "serving"
         self._cause = ""
         self._staged: Staged | None = None
+        self._layout_digest = ""
         self._running: dict[str, asyncio.Task[None]] = {}
         self._replies: list[EngineReply] = []
         self._news = asyncio.Event()
@@ -253,6 +255,27 @@ class RolloutEngine:
 
     # ---- weights
 
+    async def layout(self, deadline_s: float) -> bytes:
+        """How the engine's parameters lie in memory (an EngineLayout as MessagePack): what versions are packed for.
+        Raises MilkweedError where its loader does more than copy; then it takes whole tensors by name only."""
+        import base64
+
+        engine = self._sglang
+        if engine is None or self._state == "dead":
+            raise MilkweedError(f"no layout: {self._cause or 'the engine was not started'}")
+        tensors = msgspec.json.encode(self._expected).decode()
+        try:
+            ok, message = await engine.call(LAYOUT, {"tensors": tensors}, deadline_s)
+        except EngineDied as e:
+            self._die(str(e))
+            raise
+        outcome = msgspec.json.decode(message) if message.startswith("{") else {"message": message}
+        if not ok:
+            raise TransferError(f"the engine's parameters cannot be traced: {outcome['message']}")
+        raw = base64.b64decode(outcome["layout"])
+        self._layout_digest = msgspec.msgpack.decode(raw, type=EngineLayout).digest()
+        return raw
+
     async def commit(self, staged: Staged, deadline_s: float, fault: str = "") -> CommitReport:
         """Makes `staged` the version served, between two decode steps. Whatever is wrong with it before that leaves
         the engine untouched. Never raises for a commit that failed: the report tells what is served now.
@@ -264,11 +287,17 @@ class RolloutEngine:
                 return self._report(False, self._cause or "the engine was not started")
             start = time.perf_counter()
             try:
-                check_staged(staged, self._expected, is_tied=self._tied)
-                await asyncio.to_thread(_verify, staged)  # the engine goes on decoding
+                if staged.layout:
+                    check_image(staged, self._layout_digest)
+                else:
+                    check_staged(staged, self._expected, is_tied=self._tied)
+                    await asyncio.to_thread(_verify, staged)  # the engine goes on decoding
             except TransferError as e:
                 return self._report(False, f"refused, nothing changed: {e}")
             verify_ms = round((time.perf_counter() - start) * 1e3, 3)
+            held = self._staged
+            changed_only = staged.ranges is not None and held is not None and held.layout == staged.layout
+            changed_only = changed_only and staged.base == self.version and self._state == "serving"
             encoded = lambda s: msgspec.json.encode(s).decode() if s is not None else ""  # noqa: E731
             try:
                 ok, message = await engine.call(
@@ -280,6 +309,7 @@ class RolloutEngine:
                         "version": str(staged.version),
                         "head": not self._tied,
                         "fault": fault,
+                        "changed_only": bool(changed_only),
                     },
                     deadline_s,
                 )

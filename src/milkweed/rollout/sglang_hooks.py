@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 METHOD = "milkweed_commit"
+LAYOUT = "milkweed_layout"
 FAULTS = "MILKWEED_FAULTS"
 """Where set, a commit may be told to fail in a part of it, so that tests see a real roll-back."""
 
@@ -38,19 +39,50 @@ def _shm_path(ipc_name: str) -> str:
 
 
 def _on_rpc(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
-    if request.method != METHOD:
+    hook = {METHOD: commit, LAYOUT: layout}.get(request.method)
+    if hook is None:
         return original(scheduler, request)
     from sglang.srt.managers.io_struct import RpcReqOutput
 
     parameters = dict(request.parameters or {})
     nonce = parameters.pop("nonce", "")
-    outcome = commit(scheduler, **parameters)
+    outcome = hook(scheduler, **parameters)
     return RpcReqOutput(success=outcome["ok"], message=json.dumps(outcome | {"nonce": nonce}))
 
 
+def layout(scheduler: Any, tensors: str) -> dict[str, Any]:
+    """How the parameters of all ranks lie in memory, traced; from then on versions laid out so can be committed.
+    `tensors` are the names and shapes of the model's Hugging Face tensors, as JSON. Never raises.
+
+    Returns `ok`, `message` and `layout` (an EngineLayout as MessagePack, in base64)."""
+    import base64
+
+    import msgspec
+    import torch.distributed as dist
+
+    from milkweed.rollout.images import ParameterImage
+    from milkweed.rollout.sglang_layout import live_layout
+    from milkweed.transfer.plan import EngineLayout, RankLayout
+
+    run, own, ranks = _Operation(scheduler, ""), [], []
+    shapes = msgspec.json.decode(tensors, type=dict[str, tuple[int, ...]])
+    if not run.step("trace", lambda: own.append(live_layout(scheduler, shapes))):
+        return {"ok": False, "message": run.error, "parts": run.parts}
+    rank_layout, parameters = own[0]
+    group = scheduler.tp_group.cpu_group
+    ranks = [msgspec.msgpack.encode(rank_layout)] * dist.get_world_size(group)
+    if len(ranks) > 1:
+        dist.all_gather_object(ranks, ranks[0], group=group)
+    whole = EngineLayout(shapes, [msgspec.msgpack.decode(r, type=RankLayout) for r in ranks])
+    scheduler._milkweed_image = ParameterImage(whole, dist.get_rank(group), parameters)
+    raw = base64.b64encode(msgspec.msgpack.encode(whole)).decode() if dist.get_rank(group) == 0 else ""
+    return {"ok": True, "message": "", "layout": raw, "parts": run.parts}
+
+
 def commit(
-    scheduler: Any, staged: str, previous: str, folder: str, version: str, head: bool, fault: str = ""
-) -> dict[str, Any]:
+    scheduler: Any, staged: str, previous: str, folder: str, version: str, head: bool, fault: str = "",
+    changed_only: bool = False,
+) -> dict[str, Any]:  # fmt: skip
     """Makes the `staged` version (a Staged as JSON) the one that `scheduler` serves. `previous` (JSON, or "" for the
     model folder's own weights) is rolled back to when the copy fails. `head` tells whether the model has a head of
     its own. Never raises: a scheduler that raises kills its engine.
@@ -62,7 +94,7 @@ def commit(
     def prepare() -> None:
         if reason := _refusal(scheduler):
             raise RuntimeError(reason)
-        new.extend(_named(staged, head))
+        new.append(_source(scheduler, staged, head, changed_only))
 
     if not run.step("prepare", prepare):
         # a broken engine stays broken: nothing was mended
@@ -77,12 +109,12 @@ def commit(
     if not run.step("flush", lambda: _flush(scheduler)):
         state = "broken" if _broken(scheduler) else "serving"
         message = f"not idle after retracting, nothing changed: {run.error}"
-    elif run.step("copy", lambda: _load(scheduler, run.breaking(new, "copy"))):
+    elif run.step("copy", lambda: _load(scheduler, new[0], run, "copy")):
         scheduler.record_weight_version_change(version)
         ok = True
     else:
         cause = run.error
-        if run.step("roll back", lambda: _load(scheduler, run.breaking(_before(previous, folder, head), "roll back"))):
+        if run.step("roll back", lambda: _load(scheduler, _before(scheduler, previous, folder, head), run, "roll back")):
             message = f"rolled back to the version before: {cause}"
         else:
             state, message = "broken", f"left paused, neither version is whole: {cause}; roll-back: {run.error}"
@@ -178,13 +210,38 @@ def _flush(scheduler: Any) -> None:
         raise RuntimeError("SGLang refused to flush its cache")
 
 
-def _load(scheduler: Any, named: Iterable[Any]) -> None:
-    named = list(named) if len(scheduler.weight_updater._select_runners()) > 1 else named
-    for _, runner in scheduler.weight_updater._select_runners():
+def _load(scheduler: Any, source: Any, run: _Operation, part: str) -> None:
+    """From tensors by name through SGLang's loader, or from an image straight into the parameters; SGLang's own steps
+    before and after loading are taken either way."""
+    runners = scheduler.weight_updater._select_runners()
+    image = callable(source)
+    named = source if image else run.breaking(source, part)
+    named = list(named) if not image and len(runners) > 1 else named
+    for _, runner in runners:
         updater = runner.weight_updater
         updater.begin_weight_update()
-        updater.get_model().load_weights(named)
+        if image:
+            for _, copy in run.breaking(source(), part):
+                copy()
+        else:
+            updater.get_model().load_weights(named)
         updater.end_weight_update(run_post_load=False)
+
+
+def _source(scheduler: Any, staged: str, head: bool, changed_only: bool = False) -> Any:
+    """What to load: tensors by name, or a function that gives the copies of an image."""
+    import msgspec
+
+    from milkweed.transfer.manifest import Staged
+
+    version = msgspec.json.decode(staged, type=Staged)
+    if not version.layout:
+        return _named(staged, head)
+    live = getattr(scheduler, "_milkweed_image", None)
+    if live is None:
+        raise RuntimeError("the engine's layout was never asked for")
+    image = live.check(version, scheduler.weight_updater._select_runners()[0][1].weight_updater.get_model())
+    return lambda: live.copies(image, version.ranges if changed_only else None)
 
 
 def _named(staged: str, head: bool) -> list[Any]:
@@ -197,18 +254,22 @@ def _named(staged: str, head: bool) -> list[Any]:
     return [(n, t) for n, t in named.items() if head or n != "lm_head.weight"]
 
 
-def _before(previous: str, folder: str, head: bool) -> Iterable[Any]:
+def _before(scheduler: Any, previous: str, folder: str, head: bool) -> Any:
     """The weights served until now: the slot they were committed from, or the folder the engine started from."""
-    if previous:
-        import msgspec
+    if not previous:
+        return _folder(folder, head)
+    import msgspec
 
-        from milkweed.transfer.manifest import Staged
-        from milkweed.transfer.staging import open_staged
+    from milkweed.transfer.manifest import Staged
+    from milkweed.transfer.staging import open_staged
 
-        # the puller may have taken the slot since
-        open_staged(msgspec.json.decode(previous, type=Staged)).verify()
-        yield from _named(previous, head)
-        return
+    version = msgspec.json.decode(previous, type=Staged)
+    if not version.layout:  # an image has its stamp instead
+        open_staged(version).verify()  # the puller may have taken the slot since
+    return _source(scheduler, previous, head)
+
+
+def _folder(folder: str, head: bool) -> Iterable[Any]:
     from pathlib import Path
 
     from safetensors import safe_open

@@ -13,6 +13,7 @@ from milkweed.config import MeshConfig, load_mesh
 from milkweed.errors import ConfigError, DataError, MilkweedError, TransferError
 from milkweed.fleet import Fleet, Replica
 from milkweed.runs.sampling import first_leaf
+from milkweed.runs.weights import WeightPlane
 from milkweed.training.model import VALUE_HEAD, Head, has_value_head
 from milkweed.types import PolicyVersion
 
@@ -173,6 +174,7 @@ class Mesh:
         self.rollout: Router | None = None
         self.reward: Scorer | None = None
         self.pullers: list[Replica] = []
+        self.weights: WeightPlane | None = None
         self.update_deadline_s = 120.0
 
     async def publish(self, offered: Callable[[], None] = lambda: None) -> dict[str, float]:
@@ -188,47 +190,10 @@ class Mesh:
 
     async def _publish(self, offered: Callable[[], None]) -> dict[str, float]:
         assert self.trainer is not None and self.rollout is not None
-        deadline = self.update_deadline_s
-        engines = {host.name: [r.name for r in self.fleet.replicas if r.role == "rollout" and r.host is host] for host in self.fleet.hosts}
-        try:
-            manifest = await self.trainer.publish([p.name for p in self.pullers])
-        finally:
-            offered()
-        version, releases = manifest.version, []
-
-        async def pull(puller: Replica) -> Any:
-            try:
-                return await puller.call_one("pull", manifest, deadline, engines[puller.host.name], deadline_s=deadline + 10)
-            finally:  # not waited for here: a trainer at its next step answers only after it
-                releases.append(asyncio.ensure_future(self.trainer.release(puller.name, version)))  # type: ignore[union-attr]
-
-        try:
-            pulled = await asyncio.gather(*(pull(p) for p in self.pullers), return_exceptions=True)
-            staged, failures = {}, []
-            for puller, result in zip(self.pullers, pulled):
-                if isinstance(result, MilkweedError):
-                    failures.append(f"{puller.name}: {result}")
-                elif isinstance(result, BaseException):
-                    raise result
-                else:
-                    staged[puller.host.name] = result
-            if not staged:
-                raise TransferError(f"no host got version {version}: {'; '.join(failures)}")
-            try:
-                report = await self.rollout.update_weights(staged, version, deadline_s=deadline)
-            finally:
-                await self._hold_what_is_served()
-        finally:
-            await asyncio.gather(*releases)
-        seconds = {"publish": self.trainer.publish_s, "pull": max(s.seconds for s in staged.values()), "commit": report.seconds}
-        return {**seconds, "update": sum(seconds.values()), "bytes": float(manifest.nbytes)}
-
-    async def _hold_what_is_served(self) -> None:
-        """Each engine keeps its hold on the version it serves, to roll back to, and on no other."""
-        assert self.rollout is not None
-        served = self.rollout.versions()
-        living = [p for p in self.pullers if p.failure is None]
-        await asyncio.gather(*(p.call_one("keep_only", served, deadline_s=self.update_deadline_s) for p in living))
+        if self.weights is None:
+            engines = lambda: [r for r in self.fleet.replicas if r.role == "rollout"]  # noqa: E731
+            self.weights = WeightPlane(self.trainer, self.rollout, self.pullers, engines, self.config.transfer)
+        return await self.weights.update(offered, self.update_deadline_s)
 
     @property
     def version(self) -> PolicyVersion:

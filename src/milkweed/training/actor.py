@@ -75,6 +75,33 @@ class TrainerActor(Actor):
         return self._timed(lambda: self._rank.release(reader, version))
 
     @endpoint
+    def adopt(self, layout: bytes, dtype: str) -> tuple[Any, float]:
+        """See Sender.adopt."""
+        return self._timed(lambda: self._rank.send("adopt", layout, dtype))
+
+    @endpoint
+    def reaches(self, grant: Any) -> tuple[bool, float]:
+        """See Sender.reaches."""
+        return self._timed(lambda: self._rank.send("reaches", grant))
+
+    @endpoint
+    def place(self, grants: list[Any], layout: str, dtype: str) -> tuple[int, float]:
+        """See Sender.place."""
+        return self._timed(lambda: self._rank.send("place", grants, layout, dtype))
+
+    @endpoint
+    def publish_packed(self, readers: list[str], ttl_s: float, layout: str, dtype: str) -> tuple[Any, float]:
+        """See Sender.publish."""
+        return self._timed(lambda: self._rank.send("publish", self._rank.version, readers, ttl_s, layout, dtype))
+
+    @endpoint
+    def chunk(self, rank: int, version: Any, number: int) -> tuple[bytes, float]:
+        """The bytes of one chunk of what rank `rank` published; nothing from the others."""
+        if rank != self._rank.rank:
+            return b"", 0.0
+        return self._timed(lambda: self._rank.sender.publisher.chunk(version, number))
+
+    @endpoint
     def save(self, state: str) -> tuple[str, float]:
         """See TrainerRank.save."""
         return self._timed(lambda: self._rank.save(state))

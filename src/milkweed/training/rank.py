@@ -64,7 +64,7 @@ class TrainerRank:
             for p in self.parameters.values():
                 p.requires_grad_(False)
         self._pieces: list[shards.Piece] | None = None
-        self._publisher: Any = None
+        self._sender: Any = None
         self._cp_group, self._tp_group = self.parallel.group("cp"), self.parallel.group("tp")
         self._batch_group = self.parallel.group("batch")
         self._world_group = dist.group.WORLD if self.world > 1 else None
@@ -275,20 +275,33 @@ class TrainerRank:
     def publish(self, readers: Sequence[str], *, dtype: str | None = None, ttl_s: float = 60.0) -> RankManifest | None:
         """Pack this rank's pieces for `readers` to fetch. Raises TransferError where a reader still holds the slot."""
         started = time.perf_counter()
-        if self._publisher is None:
-            from milkweed.transfer.publisher import Publisher
-
-            self._publisher = Publisher(f"trainer{self.rank}", self.rank)
         pieces = [(p.name, p.tensor(), p.shape, p.offsets) for p in self.hf_shards()]
         # a rank whose every part is published by another has nothing to say
-        manifest = self._publisher.publish(self.version, pieces, readers, ttl_s, dtype) if pieces else None
+        manifest = self.sender.publisher.publish(self.version, pieces, readers, ttl_s, dtype) if pieces else None
         self.busy_s += time.perf_counter() - started
         return manifest
 
     def release(self, reader: str, version: PolicyVersion) -> None:
         """`reader` has read `version`; its slot may be used again. Releasing what is not leased is no fault."""
-        if self._publisher is not None:
-            self._publisher.release(reader, version)
+        if self._sender is not None:
+            self._sender.publisher.release(reader, version)
+
+    @property
+    def sender(self) -> Any:
+        """What sends the weights; made when first used, since it brings NIXL up."""
+        if self._sender is None:
+            from milkweed.training.sending import Sender
+
+            self._sender = Sender(f"trainer{self.rank}", self.rank, self.hf_shards)
+        return self._sender
+
+    def send(self, method: str, *args: Any) -> Any:
+        """One of the Sender's methods, its time counted."""
+        started = time.perf_counter()
+        try:
+            return getattr(self.sender, method)(*args)
+        finally:
+            self.busy_s += time.perf_counter() - started
 
     def _whole(self):
         return shards.full_tensors(self.parameters)
@@ -337,9 +350,9 @@ class TrainerRank:
 
     def close(self) -> None:
         """Give back what this rank holds outside its memory."""
-        if self._publisher is not None:
-            self._publisher.close()
-            self._publisher = None
+        if self._sender is not None:
+            self._sender.publisher.close()
+            self._sender = None
         if self.checkpoints is not None:
             self.checkpoints.close()
         if dist.is_initialized():

@@ -14,7 +14,8 @@ from milkweed.errors import MilkweedError, RemoteError, TransferError
 from milkweed.training.config import TrainerConfig
 from milkweed.training.model import Head
 from milkweed.training.shipping import Shipped, ship
-from milkweed.transfer.manifest import Manifest, join
+from milkweed.transfer.manifest import Grant, Manifest, join
+from milkweed.transfer.plan import Box
 from milkweed.types import Batch, Loss, PolicyVersion
 
 if TYPE_CHECKING:
@@ -184,6 +185,63 @@ class Trainer:
                 raise
             self.publish_s = self.busy_s - before
             return manifest
+
+        return await self._whole(work)
+
+    async def adopt(self, layout: bytes, dtype: str = "") -> tuple[list[list[Box]], int]:
+        """Plan for engines of `layout` (an EngineLayout as MessagePack), `dtype` being sent ("": theirs). Returns what
+        each rank brings, and the bytes of the slot that takes all of it. Raises TransferError."""
+
+        async def work() -> tuple[list[list[Box]], int]:
+            answers = await self._call("adopt", layout, dtype)
+            return [boxes for boxes, _ in answers], answers[0][1]
+
+        return await self._whole(work)
+
+    async def reaches(self, grant: Grant) -> bool:
+        """Whether every rank shares memory with whoever granted the slot."""
+
+        async def work() -> bool:
+            return all(await self._call("reaches", grant))
+
+        return await self._whole(work)
+
+    async def place(self, grants: Sequence[Grant], layout: str, dtype: str = "", *, deadline_s: float) -> tuple[PolicyVersion, int]:
+        """Put the present weights into slots of this host; they are whole there when this returns. Returns the version
+        and the bytes of one. On failure nobody knows what the slots hold: they must be revoked."""
+
+        async def work() -> tuple[PolicyVersion, int]:
+            before, version = self.busy_s, self.version
+            sizes = await self._call("place", list(grants), layout, dtype, deadline_s=deadline_s)
+            self.publish_s = self.busy_s - before
+            return version, sum(sizes)
+
+        return await self._whole(work)
+
+    async def publish_packed(
+        self, readers: Sequence[str], layout: str, dtype: str = "", *, ttl_s: float = 60.0
+    ) -> Manifest:
+        """As `publish`, packed for the engines."""
+
+        async def work() -> Manifest:
+            before = self.busy_s
+            try:
+                shares = await self._call("publish_packed", list(readers), ttl_s, layout, dtype)
+                manifest = join([m for m in shares if m is not None])
+            except TransferError:
+                for reader in readers:
+                    await self._call("release", reader, self.version)
+                raise
+            self.publish_s = self.busy_s - before
+            return manifest
+
+        return await self._whole(work)
+
+    async def chunk(self, rank: int, version: PolicyVersion, number: int) -> bytes:
+        """The bytes of one chunk of what rank `rank` published, as a message: the last resort."""
+
+        async def work() -> bytes:
+            return (await self._call("chunk", rank, version, number))[rank]
 
         return await self._whole(work)
 

@@ -14,6 +14,9 @@ from milkweed.transfer.manifest import Manifest, Shard, StagedTensor
 ALIGN = 64
 """Every tensor and shard starts at a multiple of this many bytes: a cache line, and any dtype's alignment."""
 
+CHUNK_BYTES = 1 << 20
+"""Of a packed version: the unit of verifying, and of what an update that changes little sends."""
+
 ITEM_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1, "complex64": 8,

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from milkweed.errors import TransferError
-from milkweed.transfer.arena import Arena
 
 NIXL_VERSION = "1.5.1"
 _WHEELS = ("nixl_cu12", "nixl_cu13")  # `import nixl` itself would import torch to choose between them
@@ -96,8 +95,8 @@ class Agent:
         """What a peer needs to read from this agent; taken after `register`."""
         return self._agent.get_agent_metadata()
 
-    def register(self, arena: Arena) -> None:
-        """Let `arena` be read from or into. It must outlive this agent: whoever unmaps what a peer knows may crash."""
+    def register(self, arena: Any) -> None:
+        """Let an Arena, or anything with its `address`, `nbytes` and `kind`, be read from or into. It must outlive this agent: whoever unmaps what a peer knows may crash."""
         try:
             self._agent.register_memory([(arena.address, arena.nbytes, 0, "")], arena.kind)
         except Exception as error:
@@ -129,12 +128,16 @@ class Agent:
             raise TransferError(f"NIXL cannot forget {name}: {error!r}") from error
 
     def prepare_reads(
-        self, local: int, peer: str, remote: int, pieces: Sequence[tuple[int, int]], kind: str = "DRAM"
+        self, local: int | Sequence[int], peer: str, remote: int, pieces: Sequence[tuple[int, int]], kind: str = "DRAM"
     ) -> list[Read]:
-        """A reusable READ for each `(offset, nbytes)`, from address `remote + offset` of `peer` to `local + offset`."""
+        """A reusable READ for each `(offset, nbytes)`, from address `remote + offset` of `peer` to `local + offset`, or
+        to each piece's own address where `local` gives one for each."""
         table = np.array([(offset, nbytes, 0) for offset, nbytes in pieces], np.uint64)
         here, there = table.copy(), table.copy()
-        here[:, 0] += np.uint64(local)
+        if isinstance(local, int):
+            here[:, 0] += np.uint64(local)
+        else:
+            here[:, 0] = np.array(local, np.uint64)
         there[:, 0] += np.uint64(remote)
         try:
             ours = self._agent.prep_xfer_dlist("", here, kind)

@@ -22,6 +22,8 @@ from milkweed.types import PolicyVersion
 if TYPE_CHECKING:
     import torch
 
+    from milkweed.transfer.packing import Packing
+
 LocalShard = tuple[str, "torch.Tensor", Sequence[int], Sequence[int]]
 """`(Hugging Face name, this rank's local tensor, shape of the whole tensor, offsets of the local one in it)`."""
 
@@ -114,6 +116,49 @@ class Publisher:
             slot.leases = dict.fromkeys(readers, time.monotonic() + ttl_s)
             self._newest = slot
             return slot.manifest
+
+    def publish_packed(
+        self,
+        version: PolicyVersion,
+        packing: Packing,
+        tensors: Sequence[torch.Tensor],
+        readers: Sequence[str],
+        ttl_s: float = 60.0,
+    ) -> RankManifest:
+        """As `publish`, in the readers' own layout. `tensors` are those that the packing was made for, in its order."""
+        with self._lock:
+            plane, slot = self._free_slot(packing.nbytes, version)
+            if self._newest is slot:
+                self._newest = None
+            slot.manifest = None
+            target = plane.arena.bytes[slot.offset : slot.offset + packing.nbytes]
+            bounds, digests = packing.chunks, []
+
+            def filled(nbytes: int) -> None:
+                while len(digests) < len(bounds) and sum(bounds[len(digests)]) <= nbytes:
+                    digests.append(self._digester.submit(_digest, target, *bounds[len(digests)]))
+
+            packing.pack(tensors, target, filled)
+            slot.manifest = RankManifest(
+                version=version, rank=self.rank, agent=plane.agent.name, metadata=plane.metadata,
+                address=plane.arena.address + slot.offset, slot=plane.slots.index(slot), nbytes=packing.nbytes,
+                chunks=[Chunk(at, size, digest.result()) for (at, size), digest in zip(bounds, digests, strict=True)],
+                shards=[], target=packing.target, regions=packing.regions, payload=packing.payload,
+            ).sealed()  # fmt: skip
+            slot.leases = dict.fromkeys(readers, time.monotonic() + ttl_s)
+            self._newest = slot
+            return slot.manifest
+
+    def chunk(self, version: PolicyVersion, number: int) -> bytes:
+        """The bytes of one chunk of a published version, for a reader that cannot read them itself. Raises
+        TransferError if the version's slot was filled again."""
+        with self._lock:
+            for slot in self._plane.slots if self._plane else []:
+                if slot.manifest is not None and slot.manifest.version == version:
+                    chunk, at = slot.manifest.chunks[number], slot.offset
+                    assert self._plane is not None
+                    return self._plane.arena.bytes[at + chunk.offset : at + chunk.offset + chunk.nbytes].tobytes()
+        raise TransferError(f"{self.name} no longer has version {version}")
 
     def lease(self, reader: str, ttl_s: float = 60.0) -> RankManifest:
         """Lease the newest version to one more reader (an engine that joins late). Raises TransferError if there is

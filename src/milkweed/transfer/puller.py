@@ -17,8 +17,11 @@ from monarch.actor import Actor, concurrent_endpoint
 
 from milkweed.errors import TransferError
 from milkweed.transfer import layout
-from milkweed.transfer.manifest import Chunk, Manifest, RankManifest, Staged
+from milkweed.transfer.arrival import Arrival
+from milkweed.transfer.inbox import Inbox
+from milkweed.transfer.manifest import Chunk, Grant, Manifest, RankManifest, Staged, Target
 from milkweed.transfer.nixl import Read
+from milkweed.transfer.relay import Relay
 from milkweed.transfer.session import Session
 from milkweed.transfer.slots import Slot, Slots
 from milkweed.types import PolicyVersion
@@ -90,6 +93,9 @@ class Puller:
         self._unfinished: asyncio.Future[Staged] | None = None
         self._turn = asyncio.Lock()
         self._last: dict[str, float] = {}
+        self._granted: Slot | None = None
+        self._inbox: Inbox | None = None
+        self._relay: Relay | None = None
         self._closed = False
 
     async def pull(self, manifest: Manifest, deadline_s: float, holders: Sequence[str] = ()) -> Staged:
@@ -120,6 +126,72 @@ class Puller:
         finally:
             self._turn.release()
 
+    def grant(self, nbytes: int, layout: str) -> Grant:
+        """A slot for trainer ranks of this host to fill themselves. It is nobody else's until it is staged or revoked.
+        Raises TransferError if both slots are held. An earlier grant that is still open ends."""
+        if self._closed:
+            raise TransferError(f"{self.name} is closed")
+        self.revoke()
+        slot = self._slots.claim(nbytes)
+        self._slots.begin(slot, layout)
+        self._granted = slot
+        return Grant(str(slot.file.path), slot.offset, nbytes, int(slot.stamp[0]))
+
+    def stage(self, staged: Staged, holders: Sequence[str] = ()) -> None:
+        """What was granted now holds the whole of a version. Raises TransferError if the grant has ended."""
+        slot, self._granted = self._granted, None
+        if slot is None or int(slot.stamp[0]) != staged.stamp:
+            self._granted = slot
+            raise TransferError(f"{self.name}: version {staged.version} was put in a slot whose grant has ended")
+        self._slots.stage(slot, staged, b"")
+        for holder in holders:
+            self._slots.hold(holder, staged.version)
+
+    def revoke(self) -> None:
+        """End a grant. Somebody may still write into the slot, so it is never used again."""
+        if self._granted is not None:
+            self._granted.new_stamp()
+            self._slots.spoil(self._granted)
+            self._granted = None
+
+    def expect(self, manifest: Manifest) -> list[tuple[int, int]]:
+        """Begin to take a packed version as messages; which chunks `(rank, chunk)` are wanted. An earlier one that did
+        not become whole is dropped."""
+        self._drop_inbox()
+        self._inbox = Inbox(self._slots, manifest)
+        return self._inbox.wanted
+
+    def receive(self, rank: int, chunk: int, data: bytes) -> None:
+        """One chunk. Raises TransferError if it differs from its digest."""
+        if self._inbox is None:
+            raise TransferError(f"{self.name} expects no version")
+        self._inbox.receive(rank, chunk, data)
+
+    def complete(self, holders: Sequence[str] = ()) -> Staged:
+        """All chunks are there. Raises TransferError if not."""
+        if self._inbox is None:
+            raise TransferError(f"{self.name} expects no version")
+        staged = self._inbox.complete(_identity(self._inbox.manifest))
+        self._inbox = None
+        for holder in holders:
+            self._slots.hold(holder, staged.version)
+        return staged
+
+    def _drop_inbox(self) -> None:
+        if self._inbox is not None:
+            self._inbox.drop()
+            self._inbox = None
+
+    def offer(self, version: PolicyVersion, reader: str) -> RankManifest:
+        """What is staged here, for another host's puller to read; held for `reader` until released. Raises
+        TransferError if the version is not here, or was not packed for engines."""
+        staged = self._slots.hold(reader, version)
+        slot = self._slots.find(version)
+        if not staged.layout or slot is None:
+            raise TransferError(f"{self.name} has version {version} as whole tensors, which are not handed on")
+        self._relay = self._relay or Relay(self.name)
+        return self._relay.offer(slot, staged)
+
     def hold(self, holder: str, version: PolicyVersion) -> Staged:
         """Keep a staged version from being overwritten, for an engine that serves it or is about to."""
         return self._slots.hold(holder, version)
@@ -145,6 +217,8 @@ class Puller:
         self._closed = True
         if self._session is not None:
             self._drop_session(self._session)
+        if self._relay is not None:
+            self._relay.close()
         self._slots.close()
         patience = time.monotonic() + GRACE_S
         while self._quarantine and time.monotonic() < patience:
@@ -188,7 +262,9 @@ class Puller:
                 if self._session is not None:
                     self._quarantine.append(self._session)
                     self._session = None
-                if attempt.slot is not None:
+                if attempt.slot is not None and attempt.manifest.ranks[0].target is not None:
+                    self._slots.spoil(attempt.slot)
+                elif attempt.slot is not None:
                     self._slots.unclaim(attempt.slot)
             else:
                 self._unfinished = work
@@ -198,6 +274,8 @@ class Puller:
         began = time.perf_counter()
         manifest = attempt.manifest
         manifest.check()
+        if manifest.ranks[0].target is not None:
+            return self._pull_packed(attempt, manifest.ranks[0].target)
         planned = layout.plan(manifest)
         starts = np.cumsum([0] + [layout.aligned(r.nbytes, 4096) for r in manifest.ranks]).tolist()
         slot = attempt.slot = self._slots.claim(planned.nbytes)
@@ -232,6 +310,65 @@ class Puller:
         }  # fmt: skip
         return staged
 
+    def _pull_packed(self, attempt: _Attempt, target: Target) -> Staged:
+        """As `_pull`, of what is packed for the engines: it lands in the slot itself, and the bytes that this host has
+        already are not read."""
+        began = time.perf_counter()
+        manifest = attempt.manifest
+        slot = attempt.slot = self._slots.claim(target.nbytes)
+        try:
+            held, other = dict(slot.contents), self._slots.newest(slot)
+            if other is not None and (other.staged is None or other.staged.layout != target.layout):
+                other = None
+            arrival = Arrival(manifest, slot, other, held)
+            session = self._open_session(arrival.scratch_bytes)
+            session.admit(slot.file)
+            arrival.plan(session.arena.bytes)
+            self._slots.begin(slot, f"{target.layout} {target.dtype}")
+            ready = time.perf_counter()
+            attempt.step(reading=True)
+            try:
+                self._read_posts(attempt, session, arrival)
+                attempt.step(reading=False)
+            except BaseException:
+                self._slots.spoil(slot)  # bytes of an abandoned READ may still land in it
+                self._fail_session(attempt, session)
+                raise
+            arrived = time.perf_counter()
+            for part in (p for post in arrival.posts for p in post.parts if p.region.row_bytes):
+                part.spread(slot.bytes)
+            arrival.copy_unchanged()
+            slot.contents = arrival.contents
+            base, ranges = arrival.ranges() or (None, None)
+            staged = Staged(
+                version=manifest.version, path=str(slot.file.path), offset=slot.offset, nbytes=target.nbytes, digest=0,
+                tensors=[], seconds=time.perf_counter() - began, layout=target.layout, dtype=target.dtype,
+                stamp=int(slot.stamp[0]), base=base, ranges=ranges,
+            )  # fmt: skip
+            self._slots.stage(slot, staged, _identity(manifest))
+        finally:
+            with attempt.lock:
+                if not (attempt.given_up and attempt.reading):
+                    self._slots.unclaim(slot)
+        self._last = {
+            "nbytes": manifest.nbytes, "moved": arrival.moved, "prepare_s": ready - began, "read_s": arrived - ready,
+            "assemble_s": time.perf_counter() - arrived, "read_gb_s": arrival.moved / max(arrived - ready, 1e-9) / 1e9,
+        }  # fmt: skip
+        return staged
+
+    def _read_posts(self, attempt: _Attempt, session: Session, arrival: Arrival) -> None:
+        ranks = attempt.manifest.ranks
+        session.forget_others({r.agent for r in ranks})
+        work: deque[tuple[RankManifest, Sequence[tuple[Chunk, np.ndarray]], Read]] = deque()
+        for rank in ranks:
+            posts = [p for p in arrival.posts if p.rank is rank]
+            if not posts:
+                continue
+            with _naming(attempt.place(rank)):
+                reads = session.plan_into(rank, tuple(p.piece for p in posts), tuple(p.place for p in posts))
+            work.extend((rank, [(a.chunk, a.memory) for a in p.parts], r) for p, r in zip(posts, reads, strict=True))
+        self._complete(attempt, work)
+
     def _open_session(self, nbytes: int) -> Session:
         if self._session is not None and self._session.arena.nbytes < nbytes:
             self._drop_session(self._session)
@@ -244,26 +381,34 @@ class Puller:
         return self._session
 
     def _read(self, attempt: _Attempt, session: Session, starts: list[int]) -> None:
-        """Read every chunk of every rank, `WINDOW` posted at a time, verifying in a second thread what has arrived."""
+        """Read every chunk of every rank into the session's buffer."""
         ranks = attempt.manifest.ranks
         session.forget_others({r.agent for r in ranks})
-        work: deque[tuple[RankManifest, Chunk, int, Read]] = deque()
+        work: deque[tuple[RankManifest, Sequence[tuple[Chunk, np.ndarray]], Read]] = deque()
         for rank, at in zip(ranks, starts, strict=False):
             with _naming(attempt.place(rank)):
                 reads = session.plan(rank, at)
-            work.extend((rank, c, at + c.offset, read) for c, read in zip(rank.chunks, reads, strict=True))
-        posted: deque[tuple[RankManifest, Chunk, int, Read, bool]] = deque()
+            for chunk, read in zip(rank.chunks, reads, strict=True):
+                here = session.arena.bytes[at + chunk.offset : at + chunk.offset + chunk.nbytes]
+                work.append((rank, [(chunk, here)], read))
+        self._complete(attempt, work)
+
+    def _complete(
+        self, attempt: _Attempt, work: deque[tuple[RankManifest, Sequence[tuple[Chunk, np.ndarray]], Read]]
+    ) -> None:
+        """Do every READ, `WINDOW` posted at a time, verifying in a second thread what has arrived."""
+        posted: deque[tuple[RankManifest, Sequence[tuple[Chunk, np.ndarray]], Read, bool]] = deque()
         checks: list[tuple[RankManifest, Chunk, Future[int]]] = []
         with ThreadPoolExecutor(1, thread_name_prefix=f"{self.name}-verify") as verifier:
             while work or posted:
                 while work and len(posted) < WINDOW:
-                    rank, chunk, at, read = work.popleft()
-                    attempt.check_time(rank, chunk)
-                    with _naming(attempt.place(rank, chunk)):
-                        posted.append((rank, chunk, at, read, read.start()))
-                rank, chunk, at, read, done = posted.popleft()
+                    rank, parts, read = work.popleft()
+                    attempt.check_time(rank, parts[0][0])
+                    with _naming(attempt.place(rank, parts[0][0])):
+                        posted.append((rank, parts, read, read.start()))
+                rank, parts, read, done = posted.popleft()
                 began = time.monotonic()
-                with _naming(attempt.place(rank, chunk)):
+                with _naming(attempt.place(rank, parts[0][0])):
                     while not done:
                         # polling is what moves the bytes of a network transport: without rest first, then with
                         time.sleep(0 if time.monotonic() - began < 0.005 else 2e-4)
@@ -271,9 +416,8 @@ class Puller:
                         if not done and time.monotonic() > attempt.deadline:
                             break
                 if not done:
-                    attempt.check_time(rank, chunk)
-                arrived = session.arena.bytes[at : at + chunk.nbytes]
-                checks.append((rank, chunk, verifier.submit(xxhash.xxh3_64_intdigest, arrived)))
+                    attempt.check_time(rank, parts[0][0])
+                checks += [(rank, c, verifier.submit(xxhash.xxh3_64_intdigest, here)) for c, here in parts]
             for rank, chunk, digest in checks:
                 if digest.result() != chunk.digest:
                     raise TransferError(
@@ -311,6 +455,34 @@ class PullerActor(Actor):
             return await self._puller.pull(manifest, deadline_s, holders)
         except asyncio.CancelledError as error:  # escaping an endpoint it would silently kill the actor
             raise TransferError(f"the pull of version {manifest.version} was cancelled") from error
+
+    @concurrent_endpoint
+    async def grant(self, nbytes: int, layout: str) -> Grant:
+        return self._puller.grant(nbytes, layout)
+
+    @concurrent_endpoint
+    async def stage(self, staged: Staged, holders: Sequence[str] = ()) -> None:
+        self._puller.stage(staged, holders)
+
+    @concurrent_endpoint
+    async def revoke(self) -> None:
+        self._puller.revoke()
+
+    @concurrent_endpoint
+    async def expect(self, manifest: Manifest) -> list[tuple[int, int]]:
+        return self._puller.expect(manifest)
+
+    @concurrent_endpoint
+    async def receive(self, rank: int, chunk: int, data: bytes) -> None:
+        self._puller.receive(rank, chunk, data)
+
+    @concurrent_endpoint
+    async def complete(self, holders: Sequence[str] = ()) -> Staged:
+        return self._puller.complete(holders)
+
+    @concurrent_endpoint
+    async def offer(self, version: PolicyVersion, reader: str) -> RankManifest:
+        return await asyncio.to_thread(self._puller.offer, version, reader)
 
     @concurrent_endpoint
     async def hold(self, holder: str, version: PolicyVersion) -> Staged:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from milkweed.transfer.arena import Arena
 from milkweed.transfer.manifest import RankManifest
 from milkweed.transfer.nixl import Agent, Read
+
+KEPT = 64
+"""Sets of prepared reads kept."""
 
 
 class Session:
@@ -16,6 +21,23 @@ class Session:
         self.agent = Agent(name, progress=False)
         self.agent.register(self.arena)
         self.reads: dict[tuple, list[Read]] = {}
+        self._memories: list[Any] = []
+
+    def admit(self, memory: Any) -> None:
+        """Let reads land in `memory` too; it is kept alive as long as the session."""
+        if all(m is not memory for m in self._memories):
+            self.agent.register(memory)
+            self._memories.append(memory)
+
+    def plan_into(self, rank: RankManifest, pieces: tuple[tuple[int, int], ...], places: tuple[int, ...]) -> list[Read]:
+        """A READ of each piece of the rank's slot to the address given for it; prepared once."""
+        self.agent.add_peer(rank.agent, rank.metadata)
+        key = (rank.agent, rank.address, pieces, places)
+        if key not in self.reads:
+            if len(self.reads) > KEPT:  # updates that change little never ask for the same again
+                self.reads.clear()
+            self.reads[key] = self.agent.prepare_reads(places, rank.agent, rank.address, pieces)
+        return self.reads[key]
 
     def plan(self, rank: RankManifest, at: int) -> list[Read]:
         """A READ for each chunk of the rank's slot, into the buffer from `at` on; prepared once for each slot."""

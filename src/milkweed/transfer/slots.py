@@ -23,31 +23,44 @@ from milkweed.types import PolicyVersion
 
 SHM = Path("/dev/shm")
 SLOTS = 2
+HEADER = 4096
+"""Before each slot: its stamp (8 bytes), a number that is new whenever the slot is given to be filled. Who finds it
+unchanged after copying has copied bytes that nobody was told to overwrite."""
 _log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class Slot:
-    """One slot of a file. `bytes` is its memory, uint8."""
+    """One slot of a file. `bytes` is its memory, uint8; `stamp` its header's number, uint64 `[1]`."""
 
     file: _File
     offset: int
     bytes: np.ndarray
+    stamp: np.ndarray
     claimed: bool = False
     order: int = 0  # of staging; 0 when nothing is staged
     staged: Staged | None = None
     source: bytes = b""  # identifies the manifest that `staged` came from
     holders: set[str] = field(default_factory=set)
+    layout: str = ""  # of the engine that it was filled for last
+    contents: dict[tuple, int] = field(default_factory=dict)  # digest of each part read into it, by where it lies
+
+    def new_stamp(self) -> int:
+        """Whoever copies from the slot under its old stamp will notice."""
+        self.stamp[0] = uuid.uuid4().int >> 65 | 1
+        return int(self.stamp[0])
 
 
 class _File:
     """A shared-memory file of two slots, its pages reserved at once: a full /dev/shm is an error here, not a SIGBUS
-    later."""
+    later. `address`, `nbytes` and `kind` are what NIXL asks of memory that it reads into."""
+
+    kind = "DRAM"
 
     def __init__(self, prefix: str, slot_bytes: int) -> None:
         self.slot_bytes = aligned(max(slot_bytes, 1), mmap.PAGESIZE)
         self.path = SHM / f"{prefix}-{uuid.uuid4().hex[:8]}"
-        total = SLOTS * self.slot_bytes
+        total = SLOTS * (HEADER + self.slot_bytes)
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(descriptor, 0, total)
@@ -62,8 +75,11 @@ class _File:
         finally:
             os.close(descriptor)
         whole = np.frombuffer(memory, np.uint8)
-        starts = [i * self.slot_bytes for i in range(SLOTS)]
-        self.slots = [Slot(self, start, whole[start : start + self.slot_bytes]) for start in starts]
+        self.address, self.nbytes = whole.ctypes.data, total
+        starts = [HEADER + i * (HEADER + self.slot_bytes) for i in range(SLOTS)]
+        self.slots = [
+            Slot(self, at, whole[at : at + self.slot_bytes], whole[at - HEADER : at].view(np.uint64)[:1]) for at in starts
+        ]
 
     def unlink(self) -> None:
         self.path.unlink(missing_ok=True)  # engines that have it mapped keep their mapping
@@ -101,10 +117,16 @@ class Slots:
             slot.claimed = True
             return slot
 
-    def begin(self, slot: Slot) -> None:
+    def begin(self, slot: Slot, layout: str = "") -> None:
         """What is staged in a claimed slot is gone from here on: its bytes are about to change."""
         with self._lock:
             slot.staged, slot.order, slot.source = None, 0, b""
+            slot.contents = {}
+            slot.new_stamp()
+            if layout != slot.layout:
+                slot.layout = layout
+                if layout:
+                    slot.bytes[:] = 0  # what is nobody's, the padding of a vocabulary say, is zero
 
     def stage(self, slot: Slot, staged: Staged, source: bytes) -> None:
         """A claimed slot now holds a whole version."""
@@ -116,6 +138,19 @@ class Slots:
     def unclaim(self, slot: Slot) -> None:
         with self._lock:
             slot.claimed = False
+
+    def spoil(self, slot: Slot) -> None:
+        """Something that was given up may still write into the slot: its file is never filled again."""
+        with self._lock:
+            if self._current is slot.file:
+                self.retire()
+            slot.claimed = False
+
+    def newest(self, but: Slot) -> Slot | None:
+        """The version staged last, other than in `but`."""
+        with self._lock:
+            staged = [s for s in self._all() if s.staged is not None and s is not but and not s.claimed]
+            return max(staged, key=lambda s: s.order, default=None)
 
     def find(self, version: PolicyVersion) -> Slot | None:
         """The slot in which `version` is staged, None if it is not (or no longer) there."""

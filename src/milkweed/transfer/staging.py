@@ -7,16 +7,19 @@ import os
 import threading
 from typing import TYPE_CHECKING
 
+import numpy as np
 import xxhash
 
 from milkweed.errors import TransferError
 from milkweed.transfer.manifest import Staged
+from milkweed.transfer.slots import HEADER
 
 if TYPE_CHECKING:
     import torch
 
 _KEPT = 2  # maps of the newest files: mapping costs a page fault for each page, and a file serves many versions
 _maps: dict[str, mmap.mmap] = {}
+_images: dict[str, np.ndarray] = {}
 _lock = threading.Lock()
 
 
@@ -63,9 +66,65 @@ class StagedWeights:
         return views
 
 
+class StagedImage:
+    """A mapped version that is laid out as an engine's parameters lie in memory. Pages are mapped at once, so that a
+    copy meets no page faults; the mapping cannot be written to."""
+
+    def __init__(self, staged: Staged) -> None:
+        self.staged = staged
+        self._memory = _map_image(staged.path)
+        if staged.offset < HEADER or staged.offset + staged.nbytes > len(self._memory):
+            raise TransferError(f"staged version {staged.version} reaches outside {staged.path}")
+        self.address = self._memory.ctypes.data + staged.offset
+
+    def check(self) -> None:
+        """Raises TransferError if the slot was given to be filled again since the version was staged."""
+        header = self._memory[self.staged.offset - HEADER : self.staged.offset]
+        if int(header.view(np.uint64)[0]) != self.staged.stamp:
+            raise TransferError(
+                f"staged version {self.staged.version} in {self.staged.path} was overwritten; an engine must hold a "
+                "version while it commits it"
+            )
+
+    def tensor(self, dtype: str, shape: tuple[int, ...], offset: int) -> torch.Tensor:
+        """Part of the version as a tensor, without a copy; not to be written to."""
+        import ctypes
+        import math
+
+        import torch
+
+        kind = getattr(torch, dtype)
+        count = math.prod(shape)
+        if count == 0:
+            return torch.empty(shape, dtype=kind)
+        raw = (ctypes.c_char * (count * kind.itemsize)).from_address(self.address + offset)
+        return torch.frombuffer(raw, dtype=kind, count=count).view(shape)
+
+
 def open_staged(staged: Staged) -> StagedWeights:
     """Map a staged version. Raises TransferError if its file is gone or too small."""
     return StagedWeights(staged)
+
+
+def _map_image(path: str) -> np.ndarray:
+    with _lock:
+        memory = _images.pop(path, None)
+        if memory is None:
+            try:
+                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise TransferError(f"staged weights {path} cannot be opened: {error}; was their puller closed?") from error
+            try:
+                flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+                memory = np.frombuffer(mmap.mmap(descriptor, 0, flags=flags, prot=mmap.PROT_READ), np.uint8)
+            except (OSError, ValueError) as error:
+                raise TransferError(f"staged weights {path} cannot be mapped: {error}") from error
+            finally:
+                os.close(descriptor)
+        _images[path] = memory
+        while len(_images) > _KEPT:
+            _images.pop(next(iter(_images)))
+        return memory
 
 
 def _map(path: str) -> mmap.mmap:
