@@ -92,6 +92,6 @@ def test_a_trajectory_is_shown_with_turns_rewards_and_no_control_codes(tmp_path)
     for part in ("assistant  reward 0.25", "reward 0.75", "style 2", "one ␛[31m", "two", "weights 0.3"):
         assert part in text, part
     html = show(t, chat, logprobs=[0.0] * len(t.token_ids))._repr_html_()
-    assert html.startswith("<pre") and "rgb" in html or "#" in html
+    assert html.startswith("<pre") and "color: #" in html
     with pytest.raises(DataError, match="log-probs for"):
         show(t, chat, logprobs=[0.0])

@@ -155,7 +155,8 @@ class Gateway:
                 yield  # Ctrl-C is the controller's
 
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
+        # named as TCP, else asyncio leaves Nagle's algorithm on, and every answer waits 40 ms
+        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((self.host, self.port))
