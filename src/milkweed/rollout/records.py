@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -54,7 +56,7 @@ class Engine:
 
     def __init__(self, replica: EngineReplica, stats: EngineStats) -> None:
         self.replica, self.stats = replica, stats
-        self.pending: dict[str, _Pending] = {}
+        self.pending: dict[str, Pending] = {}
         self.outbox: list[EngineRequest] = []
         self.aborts: list[str] = []
         self.dead: FleetError | None = None
@@ -66,3 +68,33 @@ class Engine:
     @property
     def usable(self) -> bool:
         return self.dead is None and self.stale is None
+
+
+class ByLoad:
+    """Which usable engine has the fewest samples in flight, without looking at all of them: a heap whose entries are
+    checked when they come to the top. Tell it (`changed`) whenever an engine's load or fitness may have changed."""
+
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        self._engines = list(engines)
+        self._heap: list[tuple[int, int]] = []
+        self._place = {id(e): n for n, e in enumerate(self._engines)}
+        self._rebuild()
+
+    def _rebuild(self) -> None:
+        self._heap = [(len(e.pending), n) for n, e in enumerate(self._engines) if e.usable]
+        heapq.heapify(self._heap)
+
+    def changed(self, engine: Engine) -> None:
+        heapq.heappush(self._heap, (len(engine.pending), self._place[id(engine)]))
+        if len(self._heap) > 8 * len(self._engines) + 64:
+            self._rebuild()
+
+    def least(self) -> Engine | None:
+        """None where no engine is usable."""
+        while self._heap:
+            load, n = self._heap[0]
+            engine = self._engines[n]
+            if engine.usable and len(engine.pending) == load:
+                return engine
+            heapq.heappop(self._heap)
+        return None

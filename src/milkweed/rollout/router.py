@@ -21,7 +21,7 @@ from milkweed.rollout.protocol import (
     decode_report,
     encode,
 )
-from milkweed.rollout.records import Engine, EngineReplica, Pending, UpdateReport
+from milkweed.rollout.records import ByLoad, Engine, EngineReplica, Pending, UpdateReport
 from milkweed.transfer.manifest import Staged
 from milkweed.types import Completion, PolicyVersion, Sampling
 
@@ -52,6 +52,7 @@ class Router:
         if not replicas:
             raise ValueError("a router needs at least one engine")
         self._engines = [Engine(r, s) for r, s in zip(replicas, stats, strict=True)]
+        self._by_load = ByLoad(self._engines)
         self.max_in_flight = max_in_flight
         self.version = min(s.version for s in stats)
         """The newest version that any engine serves; engines that missed it get no samples."""
@@ -141,13 +142,12 @@ class Router:
         """Gives `p` to an engine or lets it wait; fails it when no engine can ever take it."""
         if p.future.done():
             return
-        usable = [e for e in self._engines if e.usable]
-        if not usable:
-            p.future.set_exception(self._nobody())
-            return
         engine = self._sessions.get(p.session) if p.session is not None else None
         if engine is None or not engine.usable or len(engine.pending) >= self.max_in_flight:
-            engine = min(usable, key=lambda e: len(e.pending))
+            engine = self._by_load.least()
+            if engine is None:
+                p.future.set_exception(self._nobody())
+                return
         if len(engine.pending) >= self.max_in_flight:
             self._waiting.append(p)
             return
@@ -158,6 +158,7 @@ class Router:
                 self._sessions.popitem(last=False)
         p.engine = engine
         engine.pending[p.request.id] = p
+        self._by_load.changed(engine)
         engine.outbox.append(p.request)
         if len(engine.outbox) == 1:
             self._spawn(self._send(engine))
@@ -169,6 +170,7 @@ class Router:
             if p in self._waiting:
                 self._waiting.remove(p)
         elif engine.pending.pop(p.request.id, None) is not None:
+            self._by_load.changed(engine)
             if p.request in engine.outbox:
                 engine.outbox.remove(p.request)
             elif engine.dead is None:
@@ -178,7 +180,10 @@ class Router:
             self._fill()
 
     def _fill(self) -> None:
-        while self._waiting and any(e.usable and len(e.pending) < self.max_in_flight for e in self._engines):
+        while self._waiting:
+            engine = self._by_load.least()
+            if engine is None or len(engine.pending) >= self.max_in_flight:
+                return
             self._place(self._waiting.popleft())
 
     async def _send(self, engine: Engine) -> None:
@@ -220,6 +225,7 @@ class Router:
                 again.append(p)
             else:
                 p.future.set_result(reply)
+        self._by_load.changed(engine)
         if stats.state == "dead":
             self._lose(engine, PeerDied(engine.replica.name, "died", stats.cause), again)
             return
@@ -304,6 +310,7 @@ class Router:
         engine.stats.version, engine.stats.state = report.version, report.state
         if report.ok:
             engine.stale = None
+            self._by_load.changed(engine)
         elif report.state == "dead":
             self._lose(engine, PeerDied(name, "died", report.message))
         else:
