@@ -10,7 +10,7 @@ class Config(mw.RunConfig, kw_only=True):
 
     model: str = ""
     """Model folder; empty starts from a small Qwen3 that recipes/sft.py warms up (made once, kept under models/)."""
-    steps: int = 160
+    steps: int = 150
     prompts: int = 32
     """Prompts a step."""
     samples: int = 8
@@ -39,7 +39,7 @@ async def main(cfg: Config) -> None:
         prompts, exam = run.stream(train_set), run.render(held_out[: cfg.eval_prompts])
         await run.evaluate(solve, exam)
         async for step in run.steps():
-            groups = await run.sample(solve, prompts.take(cfg.prompts), n=cfg.samples)
+            groups = await run.sample(solve, prompts, cfg.prompts, n=cfg.samples)
             batch = mw.batch(groups, mw.algorithms.grpo)
             if cfg.kl > 0:
                 batch.extra["reference_logprobs"] = await run.mesh.reference.logprobs(batch)

@@ -40,7 +40,7 @@ async def main(cfg: Config) -> None:
         prompts, exam = run.stream(train_set), run.render(held_out[: cfg.eval_prompts])
         await run.evaluate(solve, exam)
         async for step in run.steps():
-            groups = await run.sample(solve, prompts.take(cfg.prompts), n=cfg.samples)
+            groups = await run.sample(solve, prompts, cfg.prompts, n=cfg.samples)
             await run.train(mw.batch(groups, mw.algorithms.grpo), loss)
             await run.publish()
             if step % cfg.eval_every == 0:
