@@ -303,7 +303,7 @@ class Run:
         )
         trainer = config.trainer
         if trainer.decay != "none" and not trainer.total_steps:
-            trainer = msgspec.structs.replace(trainer, total_steps=config.steps)
+            trainer = msgspec.structs.replace(trainer, total_steps=max(config.steps, trainer.warmup_steps + 1))
         view = view or View(f"{Path(recipe).stem}  {directory.path.name}", config.steps)
         view.__enter__()
         run = None
