@@ -42,8 +42,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     serve.add_argument("--name", default="", help="the model's name (default: the folder's)")
     doctor = commands.add_parser("doctor", help="check this machine and its packages, and say how to mend what is wrong")
     doctor.add_argument("arguments", nargs=argparse.REMAINDER)
-    arguments = parser.parse_args(argv)
+    plan = commands.add_parser("plan", help="what an update of the weights will move, link by link", add_help=False)
+    plan.add_argument("arguments", nargs=argparse.REMAINDER)
+    if argv is None:
+        argv = sys.argv[1:]
+    if list(argv[:1]) == ["plan"]:  # all that follows is its own, also what begins with a dash
+        arguments = argparse.Namespace(command="plan", arguments=list(argv[1:]))
+    else:
+        arguments = parser.parse_args(argv)
     try:
+        if arguments.command == "plan":
+            from milkweed.runs.planning import main as plan_main
+
+            return plan_main(arguments.arguments)
         if arguments.command == "run":
             return run_target(arguments.target, arguments.arguments)
         if arguments.command == "init":

@@ -25,6 +25,7 @@ from milkweed.types import PolicyVersion
 if TYPE_CHECKING:
     from milkweed.fleet import Replica
     from milkweed.rollout import Router
+    from milkweed.rollout.records import UpdateReport
     from milkweed.training import Trainer
 
 Way = Literal["shm", "nixl", "message", "relay"]
@@ -63,6 +64,8 @@ class WeightPlane:
         self._known: dict[str, str] = {}
         self._planned = False
         self._warned: set[str] = set()
+        self.report: UpdateReport | None = None
+        """What the engines said of the last update."""
 
     @property
     def ways(self) -> dict[str, str]:
@@ -177,7 +180,7 @@ class WeightPlane:
             try:
                 commit = self.rollout.update_weights(staged, version, deadline_s=deadline_s)
                 report, *_ = await asyncio.gather(commit, *after)
-                served = time.perf_counter()
+                served, self.report = time.perf_counter(), report
             finally:
                 await self._hold_what_is_served(deadline_s)
         finally:

@@ -208,7 +208,9 @@ def check_complete(layout: EngineLayout, boxes: Sequence[Sequence[Box]]) -> None
             held.setdefault(name, []).append(((offsets, sizes), rank))
     for name in {p.tensor for r in layout.ranks for p in r.pieces}:
         parts = held.get(name, [])
-        check_cover(name, layout.tensors[name], [b for b, _ in parts], [r for _, r in parts] or [0])
+        if not parts:
+            raise TransferError(f"tensor {name} is loaded by the engines, but no trainer rank has it")
+        check_cover(name, layout.tensors[name], [b for b, _ in parts], [r for _, r in parts])
 
 
 def _contiguous(sizes: tuple[int, ...]) -> tuple[int, ...]:
