@@ -1,4 +1,4 @@
-"""On-policy distillation: a student learns from a teacher's log-probs of its own samples. Run: ./tools/run recipes/distill.py"""
+"""On-policy distillation: a student's samples, a teacher's log-probs. Run: ./tools/run recipes/distill.py [--top-k 16]"""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ class Config(mw.RunConfig, kw_only=True):
     eval_prompts: int = 256
     """Held-out prompts an evaluation."""
     sampling: mw.Sampling = mw.Sampling(max_tokens=4)
-    trainer: mw.TrainerConfig = mw.TrainerConfig(lr=4e-4, warmup_steps=4, seq_len=256, micro_rows=64)
+    trainer: mw.TrainerConfig = mw.TrainerConfig(lr=4e-4, warmup_steps=4, decay="linear", seq_len=256, micro_rows=64)
 
 
 async def taught(cfg: Config, teacher: mw.Trainer, batch: mw.Batch) -> mw.Batch:
@@ -41,10 +41,11 @@ async def taught(cfg: Config, teacher: mw.Trainer, batch: mw.Batch) -> mw.Batch:
 
 
 async def reverse_kl(cfg: Config, run: mw.Run, solve: mw.Environment, exam: list[mw.Prompt]) -> float:
-    """KL from student to teacher a token, on samples of held-out prompts."""
-    groups = await run.sample(solve, exam, n=1)
+    """KL from student to teacher a token, on samples of held-out prompts; k3, which varies least."""
+    groups = await run.sample(solve, exam, n=4)
     batch = await taught(cfg, run.mesh.reference, mw.batch(groups, mw.algorithms.reinforce))
-    return ((batch.logprobs - batch.extra["teacher_logprobs"]) * batch.weights).sum().item()
+    kl = mw.algorithms.kl_estimate(batch.logprobs, batch.extra["teacher_logprobs"], batch.mask, "k3")
+    return (kl * batch.weights).sum().item()
 
 
 async def main(cfg: Config) -> None:

@@ -27,7 +27,7 @@ class Config(mw.RunConfig, kw_only=True):
     """Pairs of answers a step."""
     eval_pairs: int = 256
     """Held-out pairs."""
-    trainer: mw.TrainerConfig = mw.TrainerConfig(lr=2e-4, warmup_steps=10, seq_len=256, micro_rows=64)
+    trainer: mw.TrainerConfig = mw.TrainerConfig(lr=2e-4, warmup_steps=10, decay="linear", seq_len=256, micro_rows=64)
 
 
 def preference_loss(cfg: Config) -> mw.Loss:

@@ -10,23 +10,26 @@ import milkweed as mw
 
 
 class Config(mw.RunConfig, kw_only=True):
-    """Bradley-Terry on pairs of answers to two-digit sums. The result is a folder for `recipes/ppo.py --reward-model`."""
+    """Bradley-Terry on pairs of answers to two-digit sums, for `recipes/ppo.py --reward-model`."""
 
     model: str = ""
     """Model folder to start from; empty takes the small Qwen3 that recipes/sft.py warms up."""
     out: str = ""
     """Where the reward model goes; default: `model` in the run's directory."""
-    steps: int = 200
+    steps: int = 300
     pairs: int = 64
     """Pairs of answers a step."""
     eval_pairs: int = 256
     """Held-out pairs."""
     centre: float = 0.01
     """Holds scores around 0, so that those of different prompts compare."""
-    trainer: mw.TrainerConfig = mw.TrainerConfig(lr=5e-4, warmup_steps=10, seq_len=256, micro_rows=64)
+    trainer: mw.TrainerConfig = mw.TrainerConfig(lr=1e-3, warmup_steps=10, decay="linear", seq_len=256, micro_rows=64)
 
 
-def preferences(chat: mw.Chat, prompts: Sequence[mw.Prompt], seed: int) -> list[tuple[mw.Trajectory, mw.Trajectory]]:
+Pair = tuple[mw.Trajectory, mw.Trajectory]
+
+
+def preferences(chat: mw.Chat, prompts: Sequence[mw.Prompt], seed: int) -> list[Pair]:
     """For each prompt the right answer, preferred to a wrong one as the careless teacher of recipes/sft.py gives them."""
     pairs = []
     for prompt in prompts:
