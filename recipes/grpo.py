@@ -45,7 +45,7 @@ async def main(cfg: Config) -> None:
                 batch.extra["reference_logprobs"] = await run.mesh.reference.logprobs(batch)
             await run.train(batch, loss)
             await run.publish()
-            if step % cfg.eval_every == 0:
+            if step % cfg.eval_every == 0 or step == cfg.steps:
                 await run.evaluate(solve, exam)
 
 

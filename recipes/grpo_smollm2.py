@@ -43,7 +43,7 @@ async def main(cfg: Config) -> None:
             groups = await run.sample(solve, prompts, cfg.prompts, n=cfg.samples)
             await run.train(mw.batch(groups, mw.algorithms.grpo), loss)
             await run.publish()
-            if step % cfg.eval_every == 0:
+            if step % cfg.eval_every == 0 or step == cfg.steps:
                 await run.evaluate(solve, exam)
 
 
