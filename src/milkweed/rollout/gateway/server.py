@@ -165,7 +165,14 @@ class Gateway:
             raise MilkweedError(f"the gateway cannot listen on {self.host}:{self.port}: {error}; give another port (0: any)") from error
         self.port = listener.getsockname()[1]
         config = uvicorn.Config(
-            self._app(), lifespan="off", log_level="warning", access_log=False, ws="none", timeout_graceful_shutdown=2, backlog=2048
+            self._app(),
+            lifespan="off",
+            log_level="warning",
+            access_log=False,
+            ws="none",
+            timeout_graceful_shutdown=2,
+            timeout_keep_alive=300,  # the client must be the one who closes: else its next call may meet a closed door
+            backlog=2048,
         )
         self._server = Quiet(config)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]), name="gateway")
