@@ -76,6 +76,7 @@ _PUBLIC = {
     "Scorer": "environments.reward",
     "code_tests": "environments.execution",
     "verifiers": "environments.verifiers:",
+    "compat": "compat:",
     # algorithms
     "algorithms": "algorithms:",
     # errors
