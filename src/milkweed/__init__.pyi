@@ -62,6 +62,7 @@ from milkweed.environments.reward import score as score
 from milkweed.environments.reward import Scorer as Scorer
 from milkweed.environments.execution import code_tests as code_tests
 from milkweed.environments import verifiers as verifiers
+from milkweed import compat as compat
 from milkweed import algorithms as algorithms
 from milkweed.errors import MilkweedError as MilkweedError
 from milkweed.errors import ConfigError as ConfigError
