@@ -60,6 +60,8 @@ _PUBLIC = {
     "single_turn": "environments.single_turn",
     "tool_use": "environments.classes",
     "from_gym": "environments.classes",
+    "gymnasium_env": "environments.gyms",
+    "skyrl_env": "environments.gyms",
     "tool": "environments.tools",
     "Tool": "environments.tools",
     "python_tool": "environments.session",

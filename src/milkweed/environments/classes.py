@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+from milkweed.environments.aside import aside
 from milkweed.environments.conversation import Conversation, Limits
 from milkweed.environments.reward import Reward, current
 from milkweed.errors import ConfigError, RewardError
@@ -84,9 +85,10 @@ def from_gym(
     `make` is the class or a function that makes one; it is given the task where it takes an argument, and so is `reset`.
     `reset` returns the first observation, or (observation, info). `step(action)` returns (observation, reward, done), or
     gymnasium's (observation, reward, terminated, truncated, info). An observation is text (a user's message), a message,
-    or a list of messages; None after the last step. `action` makes of the reply's text what `step` takes. Each step's
+    or a list of messages; None after the last step. `action` makes of the reply's text what `step` takes; where it raises
+    ValueError the policy is told, and no step is made. Each step's
     reward belongs to its turn, and their sum is the trajectory's. The task's own messages stand before the first
-    observation; tools are run before `step` sees a reply. Attributes `system`, `limits` and `tools` of the object stand
+    observation; plain methods run in a thread, so that one that hangs is given up at the deadline; tools are run before `step` sees a reply. Attributes `system`, `limits` and `tools` of the object stand
     for arguments that are not given.
     """
 
@@ -111,7 +113,12 @@ def from_gym(
                     continue
                 if talk.finish not in (None, "length", "tokens"):
                     break  # cut short by a fault: no action of the policy's
-                observation, reward, done = _outcome(await _call(gym.step, action(reply.text)))
+                try:
+                    move = action(reply.text)
+                except ValueError as error:
+                    talk.add(f"error: {error}")  # no move at all: to be read, not a fault of the gym
+                    continue
+                observation, reward, done = _outcome(await _call(gym.step, move))
                 talk.reward(reward)
                 if done:
                     break
@@ -150,7 +157,9 @@ async def _call(fn: Any, *arguments: Any) -> Any:
             room = min(room, len(names))
     except (TypeError, ValueError):
         room = 0
-    value = fn(*arguments[:room])
+    if inspect.iscoroutinefunction(fn):
+        return await fn(*arguments[:room])
+    value = await aside(fn, *arguments[:room])
     return await value if inspect.isawaitable(value) else value
 
 

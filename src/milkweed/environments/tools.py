@@ -14,6 +14,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from milkweed.environments.aside import aside
 from milkweed.environments.tool_calls import ToolCall, check_arguments
 from milkweed.errors import ConfigError, MilkweedError
 
@@ -62,7 +63,7 @@ class Tool:
         if inspect.iscoroutinefunction(self.fn):
             value = await self.fn(**arguments)
         else:
-            value = await asyncio.to_thread(self.fn, **arguments)
+            value = await aside(self.fn, **arguments)
             if inspect.isawaitable(value):
                 value = await value
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

@@ -14,12 +14,12 @@ import secrets
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from milkweed.environments.aside import aside
 from milkweed.environments.conversation import LimitReached, Limits, Reply
 from milkweed.environments.threads import Threads
 from milkweed.errors import DataError, FleetError, MilkweedError
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from milkweed.data.tokenizer import Chat
 
 BODY_BYTES = 32 << 20
-AGENTS = 256
-"""Blocking agents that run at the same time, each in a thread."""
 LOOK_S = 1.0
 """How often it is looked whether the caller of a request is still there."""
 IDLE_S = 3600.0
@@ -68,7 +66,6 @@ class Gateway:
         self.model, self.host, self.port, self.token = model, host, port, token or secrets.token_hex(24)
         self._sessions: dict[str, Session] = {}  # by id
         self._keys: dict[str, Session] = {}
-        self._agents = ThreadPoolExecutor(AGENTS, thread_name_prefix="agent")
         self._server: Any = None
         self._serving: asyncio.Task[None] | None = None
 
@@ -123,7 +120,7 @@ class Gateway:
                     if inspect.iscoroutinefunction(agent):
                         outcome = await agent(*arguments)
                     else:
-                        outcome = await asyncio.get_running_loop().run_in_executor(self._agents, agent, *arguments)
+                        outcome = await aside(agent, *arguments)
                 except Exception:
                     if session.failure is not None:
                         raise session.failure from None
@@ -194,7 +191,6 @@ class Gateway:
             for task in late:
                 task.cancel()
             self._serving = None
-        self._agents.shutdown(wait=False, cancel_futures=True)
 
     def _app(self) -> Any:
         from starlette.applications import Starlette
