@@ -1,12 +1,15 @@
 """Compares traced layouts with what SGLang's loader really does, in one process. Not a test; prints one line of JSON.
 
-`python layout_truth.py <degrees> <folder>...`: for each model and degree, the image that shards of several cuts are
-packed into must equal, bit for bit, the parameters of a model that loaded the folder.
+`python layout_truth.py <degrees> <out> <folder>...`: for each model and degree, the image that shards of several cuts are
+packed into must equal, bit for bit, the parameters of a model that loaded the folder. Layouts and images (float32) are
+left in <out>, for trainers to be held against.
 """
 
 import json
 import sys
+from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 from safetensors import safe_open
@@ -46,7 +49,7 @@ def cuts(tensors, how):
 
 
 def main() -> None:
-    degrees, folders = [int(d) for d in sys.argv[1].split(",")], sys.argv[2:]
+    degrees, out, folders = [int(d) for d in sys.argv[1].split(",")], Path(sys.argv[2]), sys.argv[3:]
     found = {}
     for folder in folders:
         names = folder_tensors(folder)
@@ -57,6 +60,10 @@ def main() -> None:
                 layout = build(folder, degree, dtype, {})
                 layout.check()
                 truth = real_images(folder, degree, dtype, weights, layout)
+                if dtype == "float32":
+                    stem = out / f"{Path(folder).name}-{degree}"
+                    stem.with_suffix(".layout").write_bytes(msgspec.msgpack.encode(layout))
+                    stem.with_suffix(".image").write_bytes(truth.tobytes())
                 for how in ("whole", "rows3", "columns2", "columns2xrows2"):
                     boxes = cuts(names, how)
                     check_complete(layout, boxes)
