@@ -13,6 +13,7 @@ ledger and metrics. Every seed gives the same run again.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import random
@@ -43,6 +44,7 @@ class Plan(msgspec.Struct, kw_only=True):
     samples: int
     tokens: float
     sigma: float
+    max_tokens: int
     token_s: float
     running_s: float
     train_s: float
@@ -65,7 +67,8 @@ class Plan(msgspec.Struct, kw_only=True):
     def length(self, dice: random.Random) -> int:
         if self.lengths:
             return dice.choice(self.lengths)
-        return max(1, round(dice.lognormvariate(math.log(self.tokens) - self.sigma**2 / 2, self.sigma)))
+        drawn = round(dice.lognormvariate(math.log(self.tokens) - self.sigma**2 / 2, self.sigma))
+        return min(max(1, drawn), self.max_tokens or drawn + 1)
 
 
 class Outcome(msgspec.Struct, kw_only=True):
@@ -102,6 +105,7 @@ async def _run(plan: Plan, folder: Path) -> Outcome:
     ]
     outstanding = math.ceil(plan.groups * (1 + plan.oversample)) * plan.samples * (plan.staleness + 1)
     router = Router(engines, [e.stats for e in engines], max_in_flight=max(plan.slots, math.ceil(1.1 * outstanding / plan.engines)))
+    router.sample = functools.partial(router.sample, deadline_s=1e9)  # type: ignore[method-assign]  # plans may be slower than any real engine
     mesh = SimulatedMesh(router, engines, train_s=plan.train_s, update_s=plan.update_s)
     config = RunConfig(seed=plan.seed, steps=plan.steps, staleness=plan.staleness, late=plan.late, oversample=plan.oversample, trajectory_deadline_s=1e7)
     flow = Flow(config, folder, mesh, print, threaded=False)  # type: ignore[arg-type]
@@ -110,21 +114,26 @@ async def _run(plan: Plan, folder: Path) -> Outcome:
     prompts = [Prompt(id=f"p{i}", messages=[], token_ids=[1] * 32) for i in range(max(1000, plan.groups))]
     stream = PromptStream(prompts, seed=plan.seed)
 
+    flying = peak = 0
+
     async def env(prompt: Prompt, policy: Any) -> Any:
+        nonlocal flying, peak
+        flying += 1
+        peak = max(peak, flying)
         completion = await policy.sample(prompt.token_ids)
+        flying -= 1
         if plan.reward_s:
             await asyncio.sleep(plan.reward_s)
         return completion.trajectory(reward=float(len(completion.token_ids) % 2))
 
     batches: list[tuple[float, int, int]] = []
     seen: dict[str, int] = {}
-    masked = peak = 0
+    masked = 0
     lag_sum = lag_count = 0
     real, cpu = time.perf_counter(), time.process_time()
     EngineModel.cpu_s = 0.0
     for step in range(plan.steps):
         groups: list[Group] = await flow.take(env, stream, "train", groups=plan.groups, samples=plan.samples, sampling=Sampling(), keep=None)
-        peak = max(peak, sum(router.load.values()))
         began = time.process_time()
         trained = 0
         for t in (t for g in groups for t in g.scored):
@@ -216,6 +225,7 @@ def main() -> None:
     number("--samples", type=int, default=8, help="samples a group")
     number("--tokens", type=float, default=200, help="mean length of a sample")
     number("--sigma", type=float, default=1.0, help="of the log-normal lengths; 1 puts p99 at 10 times the median")
+    number("--max-tokens", type=int, default=0, help="longest sample; 0: no limit")
     number("--token-s", type=float, default=0.02, help="seconds of one decode step")
     number("--running-s", type=float, default=0.0, help="more of it for each sample that runs")
     number("--train-s", type=float, help="seconds of training a step; default: as long as generation needs")

@@ -69,6 +69,7 @@ class Ledger:
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._writing = threading.Lock()
+        self._turns: set[tuple[int, int]] = set()
         self._closed = False
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -88,12 +89,13 @@ class Ledger:
 
     def turn(self, number: int, sample: int, call: int, completion: Completion) -> None:
         """An unfinished sample has got its completion number `call`."""
+        self._turns.add((number, sample))
         self._add([("turn", (number, sample, call, completion))])
 
     def finish(self, number: int, trajectory: Trajectory) -> None:
         """A sample is finished and waits to be trained; or, where it is dropped already, goes with its reason."""
         t = copy.copy(trajectory)
-        rows: list[tuple[str, tuple[Any, ...]]] = [("finished", (number, t)), ("no turns", (number, t.index))]
+        rows: list[tuple[str, tuple[Any, ...]]] = [("finished", (number, t)), *self._no_turns(number, t.index)]
         if t.dropped is None:
             rows.append(("state", (BUFFERED, number, t.index)))
         else:
@@ -102,7 +104,7 @@ class Ledger:
 
     def fail(self, number: int, sample: int, attempt: int, reason: str) -> None:
         """An attempt at a sample failed and another one is made."""
-        self._add([("failure", (number, sample, attempt, self.incarnation, reason[:500])), ("no turns", (number, sample))])
+        self._add([("failure", (number, sample, attempt, self.incarnation, reason[:500])), *self._no_turns(number, sample)])
 
     def drop(self, number: int, samples: Sequence[int], reason: str, detail: str = "") -> None:
         """These samples will never be trained. `reason` is a kind, to be counted; `detail` is free."""
@@ -110,7 +112,14 @@ class Ledger:
 
     def _drop(self, number: int, sample: int, reason: str, detail: str) -> list[tuple[str, tuple[Any, ...]]]:
         row = (number, sample, reason[:200], detail[:500], self.incarnation)
-        return [("dropped", row), ("release", (number, sample)), ("no turns", (number, sample))]
+        return [("dropped", row), ("release", (number, sample)), *self._no_turns(number, sample)]
+
+    def _no_turns(self, number: int, sample: int) -> list[tuple[str, tuple[Any, ...]]]:
+        """What was kept of an unfinished sample is of no more use."""
+        if (number, sample) not in self._turns:
+            return []
+        self._turns.remove((number, sample))
+        return [("no turns", (number, sample))]
 
     def train(
         self, version: PolicyVersion, samples: Sequence[tuple[int, int, int, int]], *, again: bool = False, note: Any = None
@@ -181,6 +190,7 @@ class Ledger:
         cut = self._segments.cut(known_end)
         resumed = go_back(self._index, self._segments, version, staleness=staleness, same=same)
         resumed.cut = cut
+        self._turns = {(h.issue.number, sample) for h in resumed.held for sample in h.turns}
         self.incarnation = version.incarnation
         if self._thread is not None:
             self._thread.start()
