@@ -23,6 +23,7 @@ _PUBLIC = {
     "main": "runs.script",
     "run_sync": "runs.script",
     "read_metrics": "observe.metrics",
+    "audit": "data.ledger",
     "show": "observe.show",
     # the policy
     "Trainer": "training.trainer",

@@ -40,6 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     serve.add_argument("--port", type=int, default=8000, help="port to listen on; 0 takes a free one (default: 8000)")
     serve.add_argument("--token", default=os.environ.get("MILKWEED_TOKEN", ""), help="what callers must bring (default: $MILKWEED_TOKEN, or one made up)")
     serve.add_argument("--name", default="", help="the model's name (default: the folder's)")
+    parting = commands.add_parser("diff", help="name the first step and quantity in which two runs part")
+    parting.add_argument("one", type=Path)
+    parting.add_argument("other", type=Path)
     doctor = commands.add_parser("doctor", help="check this machine and its packages, and say how to mend what is wrong")
     doctor.add_argument("arguments", nargs=argparse.REMAINDER)
     plan = commands.add_parser("plan", help="what an update of the weights will move, link by link", add_help=False)
@@ -68,6 +71,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         if arguments.command == "serve":
             return serve_model(arguments)
+        if arguments.command == "diff":
+            from milkweed.runs.diff import diff
+
+            print(difference := diff(arguments.one, arguments.other) or "no difference in the steps that both have")
+            return 0 if difference.startswith("no ") else 1
         from milkweed.doctor import main as check
 
         return check(arguments.arguments)

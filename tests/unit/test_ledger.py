@@ -267,6 +267,31 @@ def test_the_writer_thread_keeps_up_and_its_failure_reaches_the_loop(tmp_path):
     asyncio.run(main())
 
 
+def test_diff_names_the_first_step_and_quantity_in_which_two_runs_part(tmp_path, capsys):
+    def write(name, nudge=0.0, loss=0.5):
+        ledger = Ledger(tmp_path / name / "ledger", threaded=False)
+        ledger.resume(PolicyVersion())
+        rows = []
+        for n in (1, 2, 3):
+            ledger.issue([issue(n)])
+            for s in range(2):
+                t = trajectory(s)
+                t.logprobs[5] += nudge if (n, s) == (2, 1) else 0.0
+                ledger.finish(n, t)
+            ledger.train(PolicyVersion(0, n), [(n, s, 0, 10) for s in range(2)])
+            rows.append('{"step": %d, "loss": %r}' % (n, loss if n == 3 else 0.5))
+        ledger.close()
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join(rows))
+        return str(tmp_path / name)
+
+    base = write("base")
+    assert milkweed(["diff", base, write("same")]) == 0
+    assert milkweed(["diff", base, write("nudged", nudge=0.125)]) == 1
+    assert "step 2: logprobs of sample g2/1: entry 5 is -0.625 and -0.5" in capsys.readouterr().out
+    assert milkweed(["diff", base, write("loss", loss=0.75)]) == 1
+    assert "step 3: loss: 0.5 and 0.75" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_a_run_killed_again_and_again_loses_and_doubles_nothing(tmp_path, staleness):
     dice = random.Random(staleness)
