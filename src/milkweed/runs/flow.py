@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from milkweed.data.ledger import Issue, Ledger, Resumed
-from milkweed.errors import ConfigError, MilkweedError
+from milkweed.errors import ConfigError, MilkweedError, TransferError
 from milkweed.runs.generator import Generator, Limits
 from milkweed.runs.lineage import Lineage
 from milkweed.runs.sampling import Handle, sample_players
@@ -63,6 +63,7 @@ class Flow:
         """What the last finished publishing took."""
         self._generators: dict[str, Generator] = {}
         self._lineage = Lineage()
+        self._lost_updates = 0
         self._delivery: asyncio.Task[None] | None = None
         self._evaluation: asyncio.Task[Any] | None = None
         self._numbers = itertools.count(1)
@@ -108,10 +109,10 @@ class Flow:
             generator = self._generators[name] = self._start(env, stream, name, groups, samples, sampling, keep)
         elif (generator.limits.groups, generator.limits.samples) != (groups, samples):
             raise ConfigError(f"stream {name} makes {generator.limits.groups} groups of {generator.limits.samples} ahead; groups and n cannot change to {groups} and {samples}")
-        if self._delivery is None and self.mesh.rollout.version != self.mesh.version:
-            await self.publish()  # an interrupted step may have trained without publishing
-        elif self._delivery is not None and self._delivery.done():
+        if self._delivery is not None and self._delivery.done():
             await self.delivered()
+        if self._delivery is None and self.mesh.rollout.version != self.mesh.version:
+            await self.publish()  # an interrupted step may have trained without publishing, or its weights did not arrive
         return await generator.take(self.mesh.version)
 
     def _start(
@@ -218,8 +219,13 @@ class Flow:
             if self._evaluation is not None:  # it names one version, so the engines keep it that long
                 await asyncio.wait([self._evaluation])
             self.update = await self.mesh.publish(offered.set)
+            self._lost_updates = 0
             self._serve()
         except MilkweedError as error:
+            self._lost_updates += 1
+            if isinstance(error, TransferError) and self._lost_updates < 2:
+                self.say(f"the engines stay at {self.mesh.rollout.version}, and sampling within the bound: {error}")  # type: ignore[union-attr]
+                return
             for generator in self._generators.values():
                 generator.fail(error)
             raise

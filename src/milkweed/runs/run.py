@@ -167,9 +167,11 @@ class Run:
         if model is None:
             raise ConfigError(f"training needs the role {role} in the mesh")
         before = self.step
-        metrics = await whole(model.update(batch, loss))
-        if self._flow is not None and self.step > before:
-            self._flow.trained(self.mesh.version)
+        try:
+            metrics = await whole(model.update(batch, loss))
+        finally:  # an interrupted step may have been applied
+            if self._flow is not None and self.step > before:
+                self._flow.trained(self.mesh.version)
         self._step.setdefault("began", time.monotonic() - metrics["seconds"])
         self._step["train"] = self._step.get("train", 0.0) + metrics["seconds"]
         row, numbers = self._step.setdefault("row", {}), {k: v for k, v in metrics.items() if k != "seconds"}
