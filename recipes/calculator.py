@@ -1,4 +1,4 @@
-"""Tool use: a small Qwen3 learns to call a calculator for products it cannot work out. Run: ./tools/run recipes/calculator.py"""
+"""Tool use: a small Qwen3 learns to call a calculator. Run: ./tools/run recipes/calculator.py"""
 
 import random
 import re

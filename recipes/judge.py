@@ -1,4 +1,5 @@
-"""A judge's reward: another model scores the answers. Run: ./tools/run recipes/judge.py [--judge URL --judge-model NAME]"""
+"""A judge's reward: another model scores the answers. Run: ./tools/run recipes/judge.py [--judge URL --judge-model
+NAME]"""
 
 import os
 import random
@@ -14,7 +15,8 @@ class Config(mw.RunConfig, kw_only=True):
     model: str = ""
     """Model folder; empty starts from a small fresh Qwen3."""
     judge: str = ""
-    """Base URL of the judge; its key is read from JUDGE_API_KEY. Empty: a rule that stands in for one, served likewise."""
+    """Base URL of the judge; its key is read from JUDGE_API_KEY. Empty: a rule that stands in for one, served
+    likewise."""
     judge_model: str = "judge"
     """The judge's model name."""
     steps: int = 50

@@ -70,13 +70,21 @@ async def environments(chat: mw.Chat, count: int, turns: int, seconds: float) ->
             await talk.run_tools(reply)
         return talk.trajectory(1.0)
 
-    prompts = chat.render([mw.Prompt(id=str(i), messages=[{"role": "user", "content": f"sum {i}"}]) for i in range(count)])
+    prompts = chat.render(
+        [mw.Prompt(id=str(i), messages=[{"role": "user", "content": f"sum {i}"}]) for i in range(count)]
+    )
     router = Waiting(chat, seconds, count)
     wall, cpu = time.monotonic(), time.process_time()
-    groups = await mw.sample_groups(env, prompts, router, chat=chat, samples=1, sampling=mw.Sampling(max_tokens=256), key="bench")
+    groups = await mw.sample_groups(
+        env, prompts, router, chat=chat, samples=1, sampling=mw.Sampling(max_tokens=256), key="bench"
+    )
     wall, cpu = time.monotonic() - wall, time.process_time() - cpu
     assert all(len(g.scored) == 1 for g in groups)
-    return {"trajectories_per_s": count / wall, "controller_core": cpu / wall, "cpu_ms_per_turn": cpu * 1e3 / (count * turns)}
+    return {
+        "trajectories_per_s": count / wall,
+        "controller_core": cpu / wall,
+        "cpu_ms_per_turn": cpu * 1e3 / (count * turns),
+    }
 
 
 async def gateway(chat: mw.Chat, seconds: float = 0.5, calls: int = 512) -> dict[str, float]:
@@ -144,7 +152,11 @@ def main() -> None:
         asyncio.run(client(url, key, int(calls), int(callers)))
         return
     with tempfile.TemporaryDirectory() as folder:
-        chat = mw.Chat(mw.new_qwen3(Path(folder) / "m", hidden=16, layers=1, heads=1, kv_heads=1, head_dim=16, intermediate=16, context=4096))
+        chat = mw.Chat(
+            mw.new_qwen3(
+                Path(folder) / "m", hidden=16, layers=1, heads=1, kv_heads=1, head_dim=16, intermediate=16, context=4096
+            )
+        )
 
         async def both() -> dict[str, float]:
             first = await environments(chat, arguments.trajectories, arguments.turns, arguments.turn_s)

@@ -3,8 +3,8 @@
     reward = mw.compat.trl(their_reward)          # a reward for single_turn, tool_use, score
     prompts = mw.compat.prompts(rows, "verl")     # rows: dictionaries with that framework's columns
 
-The functions are called with one sample at a time, in the reward workers; what they get and may return is what their own
-framework gives and takes. Columns that are neither the prompt nor the answer travel in `Prompt.info`.
+The functions are called with one sample at a time, in the reward workers; what they get and may return is what their
+own framework gives and takes. Columns that are neither the prompt nor the answer travel in `Prompt.info`.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class _Reward:
 
 
 class trl(_Reward):
-    """TRL: `fn(prompts, completions, **columns) -> list[float]`, every column a list. `conversational` gives prompts and
-    completions as messages, as TRL does where the data set's prompts are messages (the default here)."""
+    """TRL: `fn(prompts, completions, **columns) -> list[float]`, every column a list. `conversational` gives prompts
+    and completions as messages, as TRL does where the data set's prompts are messages (the default here)."""
 
     def __init__(self, fn: Callable[..., Any], *, conversational: bool = True) -> None:
         super().__init__(fn, conversational=conversational)
@@ -52,7 +52,12 @@ class trl(_Reward):
             columns.setdefault(name, [task.answer])
         prompts = [task.messages if talk else task.text]
         completions = [[{"role": "assistant", "content": completion}] if talk else completion]
-        given = {"prompts": prompts, "completions": completions, "completion_ids": [[]], "trainer_state": None} | columns
+        given = {
+            "prompts": prompts,
+            "completions": completions,
+            "completion_ids": [[]],
+            "trainer_state": None,
+        } | columns
         return self.fn(**_accepted(self.fn, given))
 
     def read(self, value: Any) -> Any:
@@ -60,7 +65,8 @@ class trl(_Reward):
 
 
 class verl(_Reward):
-    """verl: `compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float | {"score": ..., ...}`."""
+    """verl: `compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float | {"score": ...,
+    ...}`."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         super().__init__(fn)
@@ -80,15 +86,20 @@ class verl(_Reward):
 
 class slime(_Reward):
     """slime and Miles: `async fn(args, sample, **kwargs) -> float | dict`; the sample has prompt, response, label and
-    metadata. `args` are whatever the function reads from the command line of its framework; `key` is the entry of a dict
-    that is the reward (`--reward-key`)."""
+    metadata. `args` are whatever the function reads from the command line of its framework; `key` is the entry of a
+    dict that is the reward (`--reward-key`)."""
 
     def __init__(self, fn: Callable[..., Any], *, key: str = "score", **args: Any) -> None:
         super().__init__(fn, key=key, args=args)
 
     def call(self, task: Prompt, completion: str) -> Any:
         sample = SimpleNamespace(
-            prompt=task.messages, response=completion, label=task.answer, metadata=dict(task.info), reward=None, status="completed"
+            prompt=task.messages,
+            response=completion,
+            label=task.answer,
+            metadata=dict(task.info),
+            reward=None,
+            status="completed",
         )
         return self.fn(SimpleNamespace(**self.options["args"]), sample)
 
@@ -117,9 +128,9 @@ class openrlhf(_Reward):
 def prompts(rows: Iterable[Mapping[str, Any]], kind: Kind, *, prompt: str = "", answer: str = "") -> list[Prompt]:
     """Prompts from `rows` with the columns of a framework's data sets. `prompt` and `answer` name other columns.
 
-    verl: prompt (messages), reward_model.ground_truth, data_source, extra_info. trl: prompt (text or messages), and answer,
-    solution or ground_truth. slime: prompt, label, metadata. openrlhf: input or prompt, label or answer. Raises DataError
-    naming the row.
+    verl: prompt (messages), reward_model.ground_truth, data_source, extra_info. trl: prompt (text or messages), and
+    answer, solution or ground_truth. slime: prompt, label, metadata. openrlhf: input or prompt, label or answer. Raises
+    DataError naming the row.
     """
     made = []
     for number, row in enumerate(rows):
@@ -131,7 +142,9 @@ def prompts(rows: Iterable[Mapping[str, Any]], kind: Kind, *, prompt: str = "", 
                 raise DataError(f"{where}: no reward_model.ground_truth")
             known = model["ground_truth"]
         else:
-            names = {"slime": ["label"], "openrlhf": ["label", "answer"]}.get(kind, ["answer", "solution", "ground_truth", "label"])
+            names = {"slime": ["label"], "openrlhf": ["label", "answer"]}.get(
+                kind, ["answer", "solution", "ground_truth", "label"]
+            )
             known = next((row[n] for n in ([answer] if answer else names) if n in row), None)
         messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else [dict(m) for m in asked]
         extra = row.get("extra_info") if isinstance(row.get("extra_info"), Mapping) else {}

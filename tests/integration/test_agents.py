@@ -1,4 +1,5 @@
-"""Agents on the real stack: what was sampled in many turns, by tools and through the gateway, is what the trainer sees."""
+"""Agents on the real stack: what was sampled in many turns, by tools and through the gateway, is what the trainer
+sees."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ def live(loop, tmp_path_factory):
     size = dict(hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=128)
     model = mw.new_qwen3(tmp_path_factory.mktemp("model"), **size)
     trainer = mw.TrainerConfig(lr=1e-3, seq_len=1024, micro_rows=8)
-    config = mw.RunConfig(run_dir=str(tmp_path_factory.mktemp("runs") / "run"), steps=50, sampling=SAMPLING, trainer=trainer)
+    config = mw.RunConfig(
+        run_dir=str(tmp_path_factory.mktemp("runs") / "run"), steps=50, sampling=SAMPLING, trainer=trainer
+    )
     run = loop.run(mw.Run.open(config, model=model))
     yield run
     loop.run(run.close())
@@ -101,7 +104,9 @@ def test_an_openai_agent_trains_through_the_gateway_and_its_tokens_replay(loop, 
             async with openai.AsyncOpenAI(base_url=gateway.base_url, api_key=gateway.token) as client:
                 (model,) = [m async for m in await client.models.list()]
                 assert model.version == str(live.mesh.version)
-                stream = await client.chat.completions.create(model=model.id, messages=TASKS[0].messages, stream=True, max_tokens=5)
+                stream = await client.chat.completions.create(
+                    model=model.id, messages=TASKS[0].messages, stream=True, max_tokens=5
+                )
                 assert [c.choices[0].finish_reason for c in [x async for x in stream]][-1] in ("stop", "length")
 
     loop.run(check())

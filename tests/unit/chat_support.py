@@ -31,8 +31,8 @@ Call with <tool_call></tool_call>.<|im_end|>
 {%- if m.role == 'user' %}<|im_start|>user
 {{ m.content }}<|im_end|>
 {% elif m.role == 'assistant' %}<|im_start|>assistant
-{% if loop.index0 < ns.last and '</think>' in m.content %}{{ m.content.split('</think>')[-1].lstrip('\\n') }}{% else %}{{ m.content }}{% endif %}
-{%- for c in m.tool_calls or [] %}
+{% if loop.index0 < ns.last and '</think>' in m.content %}{{ m.content.split('</think>')[-1].lstrip('\\n') }}{% else
+%}{{ m.content }}{% endif %} {%- for c in m.tool_calls or [] %}
 <tool_call>
 {{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}
 </tool_call>
@@ -84,8 +84,16 @@ You are a small helper.<|im_end|>
 
 MODELS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     # template, special tokens (the first ends a turn), tokens that are whole but not special
-    "qwen3": (QWEN3, ("<|im_end|>", "<|im_start|>", "<|endoftext|>"), ("<tool_call>", "</tool_call>", "<think>", "</think>")),
-    "llama3": (LLAMA3, ("<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|python_tag|>", "<|begin_of_text|>", "<|eom_id|>"), ()),
+    "qwen3": (
+        QWEN3,
+        ("<|im_end|>", "<|im_start|>", "<|endoftext|>"),
+        ("<tool_call>", "</tool_call>", "<think>", "</think>"),
+    ),
+    "llama3": (
+        LLAMA3,
+        ("<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|python_tag|>", "<|begin_of_text|>", "<|eom_id|>"),
+        (),
+    ),
     "smollm2": (SMOLLM2, ("<|im_end|>", "<|im_start|>", "<|endoftext|>"), ()),
 }
 
@@ -97,7 +105,17 @@ def chat_like(name: str, folder: Path, context: int = 4096) -> Chat:
     template, special, whole = MODELS[name]
     folder.mkdir(parents=True, exist_ok=True)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges = [("l", "l"), ("h", "e"), ("he", "ll"), ("hell", "o"), ("Ċ", "Ċ"), ("a", "n"), ("an", "s"), ("Ġ", "Ġ"), ("1", "2")]
+    merges = [
+        ("l", "l"),
+        ("h", "e"),
+        ("he", "ll"),
+        ("hell", "o"),
+        ("Ċ", "Ċ"),
+        ("a", "n"),
+        ("an", "s"),
+        ("Ġ", "Ġ"),
+        ("1", "2"),
+    ]
     tokens = [*special, *whole, *alphabet, *(a + b for a, b in merges)]
     tokenizer = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -115,8 +133,8 @@ def chat_like(name: str, folder: Path, context: int = 4096) -> Chat:
 
 
 class Scripted:
-    """Says the next of `lines` each time, or what `lines(ids, text)` gives; stands for the router. A line that ends in "…"
-    was cut at its length; one that is a list of ids is said as it is."""
+    """Says the next of `lines` each time, or what `lines(ids, text)` gives; stands for the router. A line that ends in
+    "…" was cut at its length; one that is a list of ids is said as it is."""
 
     version = PolicyVersion(0, 3)
 
@@ -128,7 +146,11 @@ class Scripted:
         said = self.lines(text) if callable(self.lines) else self.lines[len(self.asked)]
         self.asked.append(list(token_ids))
         cut = isinstance(said, str) and said.endswith("…")
-        ids = list(said) if isinstance(said, list) else self.chat.encode(said.rstrip("…")) + ([] if cut else [self.chat.eos_id])
+        ids = (
+            list(said)
+            if isinstance(said, list)
+            else self.chat.encode(said.rstrip("…")) + ([] if cut else [self.chat.eos_id])
+        )
         if len(ids) > sampling.max_tokens:
             ids, cut = ids[: sampling.max_tokens], True
         return Completion(

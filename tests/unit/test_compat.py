@@ -1,5 +1,5 @@
-"""Rewards and data sets with the signatures and columns of other frameworks, each by a small example of its kind, scored by
-real reward processes."""
+"""Rewards and data sets with the signatures and columns of other frameworks, each by a small example of its kind,
+scored by real reward processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Trajectories of many turns: exact ids, masks on what was sampled, segments where a template rewrites, limits, calls."""
+"""Trajectories of many turns: exact ids, masks on what was sampled, segments where a template rewrites, limits,
+calls."""
 
 from __future__ import annotations
 
@@ -355,7 +356,14 @@ def test_a_broken_tool_is_the_environments_fault_and_tried_again(tmp_path):
 
     async def run(retries):
         return await sample_groups(
-            env, [prompt], Scripted(chat, lines), chat=chat, samples=1, sampling=Sampling(max_tokens=200), key="1", retries=retries
+            env,
+            [prompt],
+            Scripted(chat, lines),
+            chat=chat,
+            samples=1,
+            sampling=Sampling(max_tokens=200),
+            key="1",
+            retries=retries,
         )
 
     (group,) = asyncio.run(run(1))
@@ -405,7 +413,9 @@ def test_chat_calls_that_bring_their_history_are_joined_and_branches_are_context
 
     straight, branched, router = asyncio.run(run())
     assert not straight.segments and [t.role for t in straight.turns].count("assistant") == 3
-    assert len(branched.segments) == 1 and branched.sampled == sum(len(chat.encode(f"say {len(chat.decode(i, skip_special_tokens=False))} \n")) + 1 for i in router.asked)
+    assert len(branched.segments) == 1 and branched.sampled == sum(
+        len(chat.encode(f"say {len(chat.decode(i, skip_special_tokens=False))} \n")) + 1 for i in router.asked
+    )
     for t in (straight, branched):
         check_exact(t, router if t is branched else Scripted(chat, []), chat)
 
@@ -436,7 +446,9 @@ def test_a_class_with_reset_step_close_and_a_function_are_the_same_to_the_loop(c
 
     Counter.closed = 0
     groups = asyncio.run(
-        sample_groups(Counter, prompts, Scripted(chat, lines), chat=chat, samples=2, sampling=Sampling(max_tokens=9), key="1")
+        sample_groups(
+            Counter, prompts, Scripted(chat, lines), chat=chat, samples=2, sampling=Sampling(max_tokens=9), key="1"
+        )
     )
     assert [g.rewards for g in groups] == [[6.0, 6.0]] * 2 and Counter.closed == 4
     t = groups[0].trajectories[0]
@@ -458,7 +470,15 @@ def test_players_of_one_environment_are_grouped_by_player(chat):
 
     prompt = Prompt(id="p", messages=USER, token_ids=[1])
     groups = asyncio.run(
-        sample_groups(duel, [prompt], Scripted(chat, lambda t: "x"), chat=chat, samples=3, sampling=Sampling(max_tokens=9), key="1")
+        sample_groups(
+            duel,
+            [prompt],
+            Scripted(chat, lambda t: "x"),
+            chat=chat,
+            samples=3,
+            sampling=Sampling(max_tokens=9),
+            key="1",
+        )
     )
     assert [(g.id, g.rewards) for g in groups] == [("1/p#a", [1.0] * 3), ("1/p#b", [-1.0] * 3)]
     assert groups[0].trajectories[2].id == "1/p#a/2" and len({t.seed for g in groups for t in g.trajectories}) == 6

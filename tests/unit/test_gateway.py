@@ -28,7 +28,10 @@ def gateway(tmp_path, lines, work, **options):
         chat = chat_like("qwen3", tmp_path / "q")
         router = Scripted(chat, lines)
         async with asyncio.timeout(60), Gateway(router, chat, sampling=Sampling(max_tokens=300), **options) as g:
-            async with g.session() as session, openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key, max_retries=0) as client:
+            async with (
+                g.session() as session,
+                openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key, max_retries=0) as client,
+            ):
                 return await work(g, client, router, session)
 
     return asyncio.run(run())
@@ -37,7 +40,9 @@ def gateway(tmp_path, lines, work, **options):
 def test_chat_with_tools_logprobs_and_history_becomes_one_exact_trajectory(tmp_path):
     async def work(g, client, router, session):
         messages = list(USER)
-        first = await client.chat.completions.create(model="any", messages=messages, tools=TOOLS, logprobs=True, temperature=0.1)
+        first = await client.chat.completions.create(
+            model="any", messages=messages, tools=TOOLS, logprobs=True, temperature=0.1
+        )
         choice = first.choices[0]
         assert choice.finish_reason == "tool_calls" and choice.message.content is None
         call = choice.message.tool_calls[0]
@@ -45,12 +50,18 @@ def test_chat_with_tools_logprobs_and_history_becomes_one_exact_trajectory(tmp_p
         logprobs = [t.logprob for t in choice.logprobs.content]
         assert b"".join(bytes(t.bytes) for t in choice.logprobs.content).decode() == CALL + "<|im_end|>"
         assert first.usage.completion_tokens == len(logprobs) and first.usage.prompt_tokens == len(router.asked[0])
-        messages += [choice.message.model_dump(exclude_none=True), {"role": "tool", "tool_call_id": call.id, "content": "144"}]
+        messages += [
+            choice.message.model_dump(exclude_none=True),
+            {"role": "tool", "tool_call_id": call.id, "content": "144"},
+        ]
         second = await client.chat.completions.create(model="any", messages=messages, tools=TOOLS)
         assert second.choices[0].finish_reason == "stop" and second.choices[0].message.content == " it is 144\n"
         # clients rewrite what they send back: other key order, stripped text
         messages[1]["tool_calls"][0]["function"]["arguments"] = '{"a":12,"b":12}'
-        messages += [{"role": "assistant", "content": "it is 144"}, {"role": "user", "content": [{"type": "text", "text": "sure?"}]}]
+        messages += [
+            {"role": "assistant", "content": "it is 144"},
+            {"role": "user", "content": [{"type": "text", "text": "sure?"}]},
+        ]
         await client.chat.completions.create(model="any", messages=messages, tools=TOOLS)
         return session.trajectory(reward=1.0), logprobs, router
 
@@ -83,7 +94,9 @@ def test_streams_give_what_a_plain_answer_gives(tmp_path):
         async with client.chat.completions.stream(model="any", messages=USER) as events:  # the client's own joining
             final = await events.get_final_completion()
         assert final.choices[0].message.content == "two"
-        pieces = [c.choices[0].text async for c in await client.completions.create(model="any", prompt="a", stream=True)]
+        pieces = [
+            c.choices[0].text async for c in await client.completions.create(model="any", prompt="a", stream=True)
+        ]
         assert "".join(pieces) == "three"
 
     gateway(tmp_path, ["say: " + CALL, "two", "three"], work)
@@ -91,7 +104,9 @@ def test_streams_give_what_a_plain_answer_gives(tmp_path):
 
 def test_completions_of_text_and_ids_join_by_their_ids(tmp_path):
     async def work(g, client, router, session):
-        first = await client.completions.create(model="any", prompt="hello", logprobs=1, extra_body={"return_token_ids": True})
+        first = await client.completions.create(
+            model="any", prompt="hello", logprobs=1, extra_body={"return_token_ids": True}
+        )
         choice = first.choices[0]
         assert choice.text == "one" and choice.logprobs.tokens == ["o", "n", "e", "<|im_end|>"]
         ids = choice.prompt_token_ids + choice.token_ids + [7, 8]
@@ -206,11 +221,21 @@ def test_an_agent_of_somebody_else_is_an_environment_and_its_faults_are_told_apa
             router.sample = sample
         async with Gateway(router, chat) as g:
             return await sample_groups(
-                g.environment(agent), prompts[:2] if not fail else prompts[2:], router, chat=chat, samples=2, sampling=Sampling(max_tokens=20), key="1"
+                g.environment(agent),
+                prompts[:2] if not fail else prompts[2:],
+                router,
+                chat=chat,
+                samples=2,
+                sampling=Sampling(max_tokens=20),
+                key="1",
             )
 
     good, bad = asyncio.run(run(False))
-    assert good.rewards == [1.0, 1.0] and not good.trajectories[0].segments and good.trajectories[0].reward_parts == {"turns": 2.0}
+    assert (
+        good.rewards == [1.0, 1.0]
+        and not good.trajectories[0].segments
+        and good.trajectories[0].reward_parts == {"turns": 2.0}
+    )
     assert not bad.rewards and "agent's own fault" in bad.trajectories[0].dropped
     with pytest.raises(PeerDied):
         asyncio.run(run(True))

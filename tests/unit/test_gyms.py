@@ -60,7 +60,9 @@ def test_a_gymnasium_environment_is_played_by_words(tmp_path):
         return "hit" if int(text.rsplit("you ", 1)[1].split(",")[0]) < 17 else "stick"
 
     played = play(env, prompts, lines, tmp_path)
-    assert all(t.dropped is None and t.reward in (-1.0, 0.0, 1.0, 1.5) and t.reward_parts["done"] == 1.0 for t in played)
+    assert all(
+        t.dropped is None and t.reward in (-1.0, 0.0, 1.0, 1.5) and t.reward_parts["done"] == 1.0 for t in played
+    )
     assert len({t.reward for t in played}) > 1
     assert [t.reward for t in played] == [t.reward for t in play(env, prompts, lines, tmp_path)], "the task's seed"
     (bad,) = play(gymnasium_env("NoSuch-v0", action=str), prompts[:1], lines, tmp_path)
@@ -71,7 +73,11 @@ def test_a_skyrl_gym_environment_gives_its_turns_and_rewards(tmp_path):
     pytest.importorskip("skyrl_gym", reason="an optional package")
     task = Prompt(id="p", messages=[{"role": "user", "content": "2+2?"}], answer="4")
     (t,) = play(skyrl_env("gsm8k_multi_turn"), [task], ["#### 5", "hm", "#### 4"], tmp_path)
-    assert [round(u.reward, 2) for u in t.turns if u.role == "assistant"] == [0.04, 0.0, 1.0] and t.reward == pytest.approx(1.04)
+    assert [round(u.reward, 2) for u in t.turns if u.role == "assistant"] == [
+        0.04,
+        0.0,
+        1.0,
+    ] and t.reward == pytest.approx(1.04)
     (t,) = play(skyrl_env("gsm8k"), [task], ["#### 4"], tmp_path)
     assert t.reward == 1.0
     with pytest.raises(ConfigError, match="no environment 'gsm9k'"):

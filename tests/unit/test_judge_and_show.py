@@ -79,7 +79,9 @@ def test_a_trajectory_is_shown_with_turns_rewards_and_no_control_codes(tmp_path)
     chat = chat_like("qwen3", tmp_path / "q")
 
     async def run():
-        talk = Conversation(chat, Scripted(chat, ["one \x1b[31m", "two"]).sample, TASK.messages, sampling=Sampling(max_tokens=50))
+        talk = Conversation(
+            chat, Scripted(chat, ["one \x1b[31m", "two"]).sample, TASK.messages, sampling=Sampling(max_tokens=50)
+        )
         await talk.reply()
         talk.reward(0.25)
         await talk.reply("more")

@@ -87,7 +87,7 @@ def test_tools_of_one_trajectory_share_a_process_and_those_of_two_do_not(tmp_pat
     def call(name, key, source):
         import json
 
-        return f'<tool_call>{json.dumps({"name": name, "arguments": {key: source}})}</tool_call>'
+        return f"<tool_call>{json.dumps({'name': name, 'arguments': {key: source}})}</tool_call>"
 
     lines = [call("python", "code", "open('f','w').write('hi'); None"), call("shell", "command", "cat f"), "done"]
 
@@ -139,17 +139,27 @@ def test_a_step_with_ill_tools_ends_in_time_with_all_accounted_for(tmp_path):
         if "<tool_response>" in text:
             return "done"
         ill = text.split("ill:")[1].split("<")[0].strip()
-        return f'<tool_call>{json.dumps({"name": "python", "arguments": {"code": ILLS[ill]}})}</tool_call>'
+        return f"<tool_call>{json.dumps({'name': 'python', 'arguments': {'code': ILLS[ill]}})}</tool_call>"
 
     names = list(ILLS)
     prompts = [
-        Prompt(id=str(i), messages=[{"role": "user", "content": f"ill: {names[i % len(names)]}"}], token_ids=[1]) for i in range(count)
+        Prompt(id=str(i), messages=[{"role": "user", "content": f"ill: {names[i % len(names)]}"}], token_ids=[1])
+        for i in range(count)
     ]
     before = set(sandbox.descendants(os.getpid()))
     start = time.monotonic()
     deadline = 60.0 if count < 100 else 600.0
     groups = asyncio.run(
-        sample_groups(env, prompts, Scripted(chat, lines), chat=chat, samples=1, sampling=Sampling(max_tokens=400), key="1", deadline_s=deadline)
+        sample_groups(
+            env,
+            prompts,
+            Scripted(chat, lines),
+            chat=chat,
+            samples=1,
+            sampling=Sampling(max_tokens=400),
+            key="1",
+            deadline_s=deadline,
+        )
     )
     assert time.monotonic() - start < deadline + 10
     assert len(groups) == count and sum(drops(groups).values()) + sum(len(g.scored) for g in groups) == count

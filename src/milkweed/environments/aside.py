@@ -12,8 +12,8 @@ T = TypeVar("T")
 
 
 async def aside(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """`fn(*args, **kwargs)` in a daemon thread of its own. When the caller stops waiting the thread is left to itself: a
-    pool would be joined at the end, and one call that never returns would be the end that never comes."""
+    """`fn(*args, **kwargs)` in a daemon thread of its own. When the caller stops waiting the thread is left to itself:
+    a pool would be joined at the end, and one call that never returns would be the end that never comes."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
     context = contextvars.copy_context()
@@ -27,7 +27,9 @@ async def aside(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         try:
             value = context.run(fn, *args, **kwargs)
         except StopIteration as stop:
-            error = RuntimeError(f"{getattr(fn, '__name__', 'the call')} raised StopIteration: {stop}")  # no future takes it
+            error = RuntimeError(
+                f"{getattr(fn, '__name__', 'the call')} raised StopIteration: {stop}"
+            )  # no future takes it
         except BaseException as raised:  # told to who waits
             error = raised
         try:

@@ -33,7 +33,12 @@ def tool_use(
 
     async def environment(prompt: Prompt, policy: Any) -> Trajectory:
         talk: Conversation = policy.talk(
-            prompt.messages, tools=tools, limits=limits or Limits(turns=8), sampling=sampling, history=history, announce=announce
+            prompt.messages,
+            tools=tools,
+            limits=limits or Limits(turns=8),
+            sampling=sampling,
+            history=history,
+            announce=announce,
         )
         async for reply in talk:
             await talk.run_tools(reply)
@@ -82,14 +87,14 @@ def from_gym(
 ) -> Environment:
     """An environment from a class with `reset`, `step` and `close`, plain or async, a new object for each trajectory.
 
-    `make` is the class or a function that makes one; it is given the task where it takes an argument, and so is `reset`.
-    `reset` returns the first observation, or (observation, info). `step(action)` returns (observation, reward, done), or
-    gymnasium's (observation, reward, terminated, truncated, info). An observation is text (a user's message), a message,
-    or a list of messages; None after the last step. `action` makes of the reply's text what `step` takes; where it raises
-    ValueError the policy is told, and no step is made. Each step's
+    `make` is the class or a function that makes one; it is given the task where it takes an argument, and so is
+    `reset`. `reset` returns the first observation, or (observation, info). `step(action)` returns (observation, reward,
+    done), or gymnasium's (observation, reward, terminated, truncated, info). An observation is text (a user's message),
+    a message, or a list of messages; None after the last step. `action` makes of the reply's text what `step` takes;
+    where it raises ValueError the policy is told, and no step is made. Each step's
     reward belongs to its turn, and their sum is the trajectory's. The task's own messages stand before the first
-    observation; plain methods run in a thread, so that one that hangs is given up at the deadline; tools are run before `step` sees a reply. Attributes `system`, `limits` and `tools` of the object stand
-    for arguments that are not given.
+    observation; plain methods run in a thread, so that one that hangs is given up at the deadline; tools are run before
+    `step` sees a reply. Attributes `system`, `limits` and `tools` of the object stand for arguments that are not given.
     """
 
     async def environment(prompt: Prompt, policy: Any) -> Trajectory:
@@ -139,7 +144,9 @@ def as_environment(env: Any) -> Environment:
     """`env` as the loop takes it: a function stays, a class with `reset` and `step` goes through `from_gym`."""
     if is_gym(env):
         if not inspect.isclass(env):
-            raise ConfigError(f"{type(env).__name__}: give the class (or from_gym(function that makes one)): each trajectory needs its own object")
+            raise ConfigError(
+                f"{type(env).__name__}: give the class (or from_gym(function that makes one)): each trajectory needs its own object"
+            )
         return from_gym(env)
     return env
 
@@ -153,7 +160,9 @@ async def _call(fn: Any, *arguments: Any) -> Any:
         room = len(arguments) if any(p.kind is p.VAR_POSITIONAL for p in parameters) else len(places)
         if fn is not None and arguments and isinstance(arguments[0], Prompt):
             # gymnasium's reset(seed=..., options=...) and classes with settings of their own do not take a task
-            names = {p.name for p in places if p.default is p.empty} | {p.name for p in places if p.name in ("task", "prompt")}
+            names = {p.name for p in places if p.default is p.empty} | {
+                p.name for p in places if p.name in ("task", "prompt")
+            }
             room = min(room, len(names))
     except (TypeError, ValueError):
         room = 0
@@ -175,6 +184,8 @@ def _messages(observation: Any) -> list[dict[str, Any]]:
 
 def _outcome(value: Any) -> tuple[Any, float, bool]:
     if not isinstance(value, (tuple, list)) or len(value) not in (3, 4, 5):
-        raise ConfigError(f"step returned {str(value)[:80]}; it must return (observation, reward, done) or gymnasium's five values")
+        raise ConfigError(
+            f"step returned {str(value)[:80]}; it must return (observation, reward, done) or gymnasium's five values"
+        )
     done = value[2] or value[3] if len(value) == 5 else value[2]
     return value[0], float(value[1]), bool(done)

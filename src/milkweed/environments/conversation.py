@@ -1,4 +1,5 @@
-"""Many turns as one token-exact trajectory: what was sampled stays as it was sampled, and only new messages are tokenised.
+"""Many turns as one token-exact trajectory: what was sampled stays as it was sampled, and only new messages are
+tokenised.
 
     rendered prompt | sampled, end token | new messages, opening of the next turn | sampled, end token | ...
     mask 0 ........ | 1 ................ | 0 ................................... | 1 ................
@@ -52,8 +53,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 class Reply(msgspec.Struct, kw_only=True):
     """One sampled turn. `text` is what was said beside tool calls, `raw` all of it without the end token. `message` is
-    the turn in the form of OpenAI's API, to be appended to the messages. `errors` say what was wrong with malformed tool
-    calls; there are no calls then."""
+    the turn in the form of OpenAI's API, to be appended to the messages. `errors` say what was wrong with malformed
+    tool calls; there are no calls then."""
 
     text: str
     raw: str
@@ -108,8 +109,9 @@ class Conversation:
     ...     await talk.run_tools(reply)     # adds an observation for every call
     >>> return talk.trajectory(reward=float(reply.text == task.answer))
 
-    `history="keep"` never asks whether the template rewrites earlier turns: one segment, always. `announce=False` does not
-    tell the model of its tools, which it is taken to know. Raises DataError where the template refuses the messages.
+    `history="keep"` never asks whether the template rewrites earlier turns: one segment, always. `announce=False` does
+    not tell the model of its tools, which it is taken to know. Raises DataError where the template refuses the
+    messages.
     """
 
     def __init__(
@@ -206,7 +208,9 @@ class Conversation:
         ended = bool(ids) and ids[-1] in self.chat.eos_ids
         raw = self.chat.decode(ids[:-1] if ended else ids, skip_special_tokens=False)
         # an end token other than the template's own is the template's in the text that is compared with it
-        segment.sampled(completion, raw + (self.chat.decode([self.chat.eos_id], skip_special_tokens=False) if ended else ""), ended)
+        segment.sampled(
+            completion, raw + (self.chat.decode([self.chat.eos_id], skip_special_tokens=False) if ended else ""), ended
+        )
         self._ends.append((segment, len(segment.ids), len(segment.text)))
         parsed = parse(raw, self.form) if self.schemas else Parsed(content=raw)
         number = len(self.replies)
@@ -214,13 +218,19 @@ class Conversation:
         message: Message = {"role": "assistant", "content": parsed.content}
         if calls:
             message["tool_calls"] = [
-                {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": json.dumps(c.arguments, ensure_ascii=False)}}
+                {
+                    "id": c.id,
+                    "type": "function",
+                    "function": {"name": c.name, "arguments": json.dumps(c.arguments, ensure_ascii=False)},
+                }
                 for c in calls
             ]
         self._raw[len(self.messages)] = raw
         self.messages.append(message)
         self._held = len(self.messages)
-        reply = Reply(text=parsed.content, raw=raw, tool_calls=calls, errors=parsed.errors, message=message, completion=completion)
+        reply = Reply(
+            text=parsed.content, raw=raw, tool_calls=calls, errors=parsed.errors, message=message, completion=completion
+        )
         self.replies.append(reply)
         if completion.finish_reason == "length":
             self.finish = cut  # half a message is nothing to go on from
@@ -301,7 +311,9 @@ class Conversation:
         text = self._render(self.messages[: self._held] + list(new), marked=self._held - 1)
         _, found, rest = text.rpartition(MARK)
         if not found:
-            raise DataError(f"{self.chat.folder}: its chat template does not show the assistant's message, so no turn can follow one")
+            raise DataError(
+                f"{self.chat.folder}: its chat template does not show the assistant's message, so no turn can follow one"
+            )
         marks = [self.chat.decode([i], skip_special_tokens=False) for i in self.chat.eos_ids]
         mark = next((m for m in marks if m and rest.startswith(m)), "")
         return rest[len(mark) :] if ended else rest

@@ -10,10 +10,11 @@ from milkweed.types import Completion, PolicyVersion, Sampling
 
 
 class Expert:
-    """Stands where a router does. `say(text)` gets all that was said so far, special tokens written out, and returns the
-    next message; its tokens are the tokenizer's, with the end token, and its log-probs are 0.
+    """Stands where a router does. `say(text)` gets all that was said so far, special tokens written out, and returns
+    the next message; its tokens are the tokenizer's, with the end token, and its log-probs are 0.
 
-    >>> groups = await sample_groups(env, prompts, Expert(chat, say), chat=chat, samples=1, sampling=Sampling(), key="shown")
+    >>> groups = await sample_groups(env, prompts, Expert(chat, say), chat=chat, samples=1, sampling=Sampling(),
+    key="shown")
     >>> batch = pack([t for g in groups for t in g.trajectories])     # to imitate: algorithms.sft_loss()
     """
 

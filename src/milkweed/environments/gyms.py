@@ -17,9 +17,9 @@ def gymnasium_env(
     describe: Callable[[Any], str] = str,
     **options: Any,
 ) -> Environment:
-    """A gymnasium environment: its name, or a function that makes it. `describe` writes an observation down, `action` reads
-    one from what the policy said (ValueError for what is none). The task's `info["seed"]` seeds the reset. `options` are
-    those of `from_gym`. Raises ConfigError where the package is missing or the name unknown."""
+    """A gymnasium environment: its name, or a function that makes it. `describe` writes an observation down, `action`
+    reads one from what the policy said (ValueError for what is none). The task's `info["seed"]` seeds the reset.
+    `options` are those of `from_gym`. Raises ConfigError where the package is missing or the name unknown."""
 
     def fresh() -> Any:
         if callable(make):
@@ -50,15 +50,20 @@ def gymnasium_env(
 
 
 def skyrl_env(name: str, *, config: dict[str, Any] | None = None, **options: Any) -> Environment:
-    """A skyrl-gym environment by its id. The task's `info["extras"]` are its extras; without them its answer is the ground
-    truth. `options` are those of `from_gym`. Raises ConfigError where the package is missing or the id unknown."""
+    """A skyrl-gym environment by its id. The task's `info["extras"]` are its extras; without them its answer is the
+    ground truth. `options` are those of `from_gym`. Raises ConfigError where the package is missing or the id
+    unknown."""
     skyrl = _package("skyrl_gym")
     if name not in skyrl.registry:
         raise ConfigError(f"skyrl-gym has no environment {name!r}; it has {', '.join(sorted(skyrl.registry))}")
 
     class Adapter:
         def reset(self, task: Prompt) -> list[dict[str, Any]]:
-            extras = task.info.get("extras") or {"reward_spec": {"ground_truth": task.answer}, "extra_info": {}, "max_turns": 5}
+            extras = task.info.get("extras") or {
+                "reward_spec": {"ground_truth": task.answer},
+                "extra_info": {},
+                "max_turns": 5,
+            }
             self.gym = skyrl.make(name, env_config=config or {}, extras=extras)
             opening, _ = self.gym.init(task.messages)
             return opening[len(task.messages) :]
@@ -80,4 +85,6 @@ def _package(name: str) -> Any:
     try:
         return import_module(name)
     except ImportError as error:
-        raise ConfigError(f"this needs the package {name.replace('_', '-')}: pip install {name.replace('_', '-')}") from error
+        raise ConfigError(
+            f"this needs the package {name.replace('_', '-')}: pip install {name.replace('_', '-')}"
+        ) from error

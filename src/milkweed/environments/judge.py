@@ -11,7 +11,9 @@ from typing import Any, Protocol
 from milkweed.errors import MilkweedError, RewardError
 from milkweed.types import Prompt, Sampling
 
-ASK = "{rubric}\n\nTask:\n{task}\n\nAnswer:\n{answer}\n\nEnd with a line `Score: N`, N a number from {low:g} to {high:g}."
+ASK = (
+    "{rubric}\n\nTask:\n{task}\n\nAnswer:\n{answer}\n\nEnd with a line `Score: N`, N a number from {low:g} to {high:g}."
+)
 KEPT = 100_000
 
 
@@ -24,7 +26,9 @@ class Answers(Protocol):
 class Endpoint:
     """A model behind an OpenAI-compatible API. `options` go into each request (`temperature=0`, `max_tokens=...`)."""
 
-    def __init__(self, base_url: str, model: str, api_key: str = "", *, deadline_s: float = 60.0, **options: Any) -> None:
+    def __init__(
+        self, base_url: str, model: str, api_key: str = "", *, deadline_s: float = 60.0, **options: Any
+    ) -> None:
         self.base_url, self.model, self.deadline_s = base_url.rstrip("/"), model, deadline_s
         self.options = {"temperature": 0.0} | options
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
@@ -69,9 +73,9 @@ class Engines:
 class Judge:
     """`await judge(task, answer)`: a score from 0 (worst) to 1, by `model` under `rubric`.
 
-    The model is asked again where it gave no score, or did not answer, `retries` times. `budget` bounds the questions in
-    all; `at_once` those under way. The same answer to the same task is asked about once. `scale` is what the model is told
-    to score by. Raises RewardError where there is no score: the sample is then dropped, not given a zero.
+    The model is asked again where it gave no score, or did not answer, `retries` times. `budget` bounds the questions
+    in all; `at_once` those under way. The same answer to the same task is asked about once. `scale` is what the model
+    is told to score by. Raises RewardError where there is no score: the sample is then dropped, not given a zero.
     """
 
     def __init__(
@@ -87,7 +91,14 @@ class Judge:
     ) -> None:
         if not scale[0] < scale[1]:
             raise ValueError(f"scale must rise, not {scale}")
-        self.model, self.rubric, self.scale, self.retries, self.budget, self._ask = model, rubric, scale, retries, budget, ask
+        self.model, self.rubric, self.scale, self.retries, self.budget, self._ask = (
+            model,
+            rubric,
+            scale,
+            retries,
+            budget,
+            ask,
+        )
         self.asked = 0
         """Questions so far."""
         self._at_once = at_once

@@ -18,8 +18,8 @@ class McpServer:
 
     `server` is a command (text or a list of words), or an http(s) address that speaks streamable HTTP. All trajectories
     share the connection, unless `per_trajectory`: then each opens its own when it first calls a tool, for servers that
-    keep a state. A server that fails, or does not answer within `deadline_s`, raises EnvironmentFailed for the trajectory
-    that asked, and is connected to anew by the next call.
+    keep a state. A server that fails, or does not answer within `deadline_s`, raises EnvironmentFailed for the
+    trajectory that asked, and is connected to anew by the next call.
     """
 
     def __init__(
@@ -60,7 +60,9 @@ class McpServer:
         session = await self._connected()
         try:
             async with asyncio.timeout(self.deadline_s + 5.0):
-                result = await session.call_tool(name, arguments, read_timeout_seconds=timedelta(seconds=self.deadline_s))
+                result = await session.call_tool(
+                    name, arguments, read_timeout_seconds=timedelta(seconds=self.deadline_s)
+                )
         except Exception as error:  # its own errors, anyio's and the transport's
             await self.close()
             raise EnvironmentFailed(f"MCP server {self.name}: {name} failed: {_cause(error)}") from error

@@ -1,7 +1,7 @@
 """Python and shell as tools, in one sandboxed process for each trajectory, its state kept between calls.
 
-    tool call ──► request line ──► the process (limits and namespaces of `sandbox.py`)
-    observation ◄── what it printed, up to the reply, the deadline or a limit; past those it is killed with all it started
+tool call ──► request line ──► the process (limits and namespaces of `sandbox.py`)
+observation ◄── what it printed, up to the reply, the deadline or a limit; past those it is killed with all it started
 """
 
 from __future__ import annotations
@@ -233,8 +233,8 @@ class SessionTool(Tool):
 
 
 def python_tool(limits: CodeLimits | None = None) -> Tool:
-    """A tool `python(code)`: runs in a sandboxed process without network, killed at its limits; variables and files stay
-    for the trajectory's later calls, and are shared with a `shell_tool` of the same limits."""
+    """A tool `python(code)`: runs in a sandboxed process without network, killed at its limits; variables and files
+    stay for the trajectory's later calls, and are shared with a `shell_tool` of the same limits."""
     about = "Runs Python code; prints and the value of the last expression come back. Variables are kept between calls."
     return SessionTool("python", about, limits or CodeLimits())
 

@@ -1,4 +1,5 @@
-"""The process behind the Python and shell tools: keeps its state between requests. Started by path, like `runner.py`."""
+"""The process behind the Python and shell tools: keeps its state between requests. Started by path, like
+`runner.py`."""
 
 import ast
 import builtins
@@ -58,7 +59,9 @@ def python(source: str, names: dict) -> None:
 
 def shell(command: str, state: str) -> None:
     """Run `command` in bash with the directory and variables that the last one left."""
-    script = f'[ -f "{state}" ] && . "{state}"\ntrap \'{{ export -p; echo "cd \\"$PWD\\""; }} > "{state}"\' EXIT\n{command}'
+    script = (
+        f'[ -f "{state}" ] && . "{state}"\ntrap \'{{ export -p; echo "cd \\"$PWD\\""; }} > "{state}"\' EXIT\n{command}'
+    )
     sys.stdout.flush()
     try:
         code = subprocess.run(["bash", "-c", script], stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT).returncode

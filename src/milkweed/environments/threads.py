@@ -1,4 +1,5 @@
-"""Chat calls that bring their whole history each time, joined into token-exact conversations by the messages they share."""
+"""Chat calls that bring their whole history each time, joined into token-exact conversations by the messages they
+share."""
 
 from __future__ import annotations
 
@@ -17,12 +18,22 @@ from milkweed.types import Completion, Sampling, Trajectory, Turn
 class Threads:
     """The conversations of one sample of one player.
 
-    A call whose messages begin with those of an earlier reply goes on from that reply's exact ids. One that goes on from
-    an earlier point than the last is a branch: what it shares is context there, and trained where it was sampled. One
-    that shares nothing, or has other tools or another sampling support, begins anew. All are segments of one trajectory.
+    A call whose messages begin with those of an earlier reply goes on from that reply's exact ids. One that goes on
+    from an earlier point than the last is a branch: what it shares is context there, and trained where it was sampled.
+    One that shares nothing, or has other tools or another sampling support, begins anew. All are segments of one
+    trajectory.
     """
 
-    def __init__(self, chat: Chat, sample: Sample, sampling: Sampling, *, limits: Limits | None = None, agent: str = "", announce: bool = True) -> None:
+    def __init__(
+        self,
+        chat: Chat,
+        sample: Sample,
+        sampling: Sampling,
+        *,
+        limits: Limits | None = None,
+        agent: str = "",
+        announce: bool = True,
+    ) -> None:
         self.announce = announce
         self._chat, self._sample, self._sampling, self._limits, self.agent = chat, sample, sampling, limits, agent
         self._at: dict[bytes, tuple[Conversation, int]] = {}
@@ -31,7 +42,9 @@ class Threads:
         self.completions: list[Completion] = []
         """Of bare ids, without messages."""
 
-    async def chat(self, messages: Sequence[Message], *, tools: Sequence[Any] = (), sampling: Sampling | None = None) -> Reply:
+    async def chat(
+        self, messages: Sequence[Message], *, tools: Sequence[Any] = (), sampling: Sampling | None = None
+    ) -> Reply:
         """The next message. Raises LimitReached where a limit allows none, DataError for messages that no text model
         can be shown."""
         sampling = sampling or self._sampling
@@ -42,7 +55,14 @@ class Threads:
         talk, new = self._find(digests, messages)
         if talk is None:
             talk = Conversation(
-                self._chat, self._sample, messages, tools=offered, sampling=sampling, limits=self._limits, agent=self.agent, announce=self.announce
+                self._chat,
+                self._sample,
+                messages,
+                tools=offered,
+                sampling=sampling,
+                limits=self._limits,
+                agent=self.agent,
+                announce=self.announce,
             )
             self.conversations.append(talk)
         talk.sampling = sampling
@@ -118,7 +138,9 @@ def plain_message(message: Message) -> Message:
     if isinstance(content, list):
         kinds = {p.get("type") for p in content if isinstance(p, dict)} - {"text"}
         if kinds or not all(isinstance(p, dict) for p in content):
-            raise DataError(f"a message of role {message['role']} has content of type {', '.join(map(str, kinds))}; only text is taken")
+            raise DataError(
+                f"a message of role {message['role']} has content of type {', '.join(map(str, kinds))}; only text is taken"
+            )
         content = "".join(str(p.get("text", "")) for p in content)
     elif content is not None and not isinstance(content, str):
         raise DataError(f"a message of role {message['role']} has content that is a {type(content).__name__}, not text")

@@ -13,9 +13,9 @@ from typing import Any, Literal
 import msgspec
 
 ToolFormat = Literal["hermes", "llama3", "smollm2"]
-"""hermes (Qwen3): `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as many as wanted. smollm2: the same marks
-around a list of such objects. llama3: the whole message is `{"name": ..., "parameters": {...}}`, several separated by
-`;`, with or without `<|python_tag|>` before it."""
+"""hermes (Qwen3): `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as many as wanted. smollm2: the same
+marks around a list of such objects. llama3: the whole message is `{"name": ..., "parameters": {...}}`, several
+separated by `;`, with or without `<|python_tag|>` before it."""
 
 OPEN, CLOSE, PYTHON = "<tool_call>", "</tool_call>", "<|python_tag|>"
 

@@ -26,8 +26,8 @@ class Tool:
     """A function with its description. `parameters` is the JSON schema of its arguments.
 
     An async `fn` runs in the event loop, a plain one in a thread; either is given up after `deadline_s`, but a thread
-    that hangs stays: what may hang belongs into `python_tool`, `shell_tool` or a process of its own. `fn` None is a tool
-    that somebody else carries out (an agent behind the gateway).
+    that hangs stays: what may hang belongs into `python_tool`, `shell_tool` or a process of its own. `fn` None is a
+    tool that somebody else carries out (an agent behind the gateway).
     """
 
     def __init__(
@@ -49,8 +49,8 @@ class Tool:
         return {"type": "function", "function": about}
 
     def session(self, shared: dict[Any, Any]) -> Tool:
-        """The tool for one trajectory; those with state give a new one each. `shared` is the trajectory's own, for tools
-        that share a state."""
+        """The tool for one trajectory; those with state give a new one each. `shared` is the trajectory's own, for
+        tools that share a state."""
         return self
 
     async def close(self) -> None:
@@ -76,7 +76,9 @@ def tool(fn: Callable[..., Any], *, name: str = "", deadline_s: float = 10.0) ->
     for parameter in inspect.signature(fn).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
             raise ConfigError(f"tool {fn.__name__}: parameter {parameter.name} must be one that is given by name")
-        properties[parameter.name] = _schema(_hint(fn, parameter.annotation), f"tool {fn.__name__}: parameter {parameter.name}")
+        properties[parameter.name] = _schema(
+            _hint(fn, parameter.annotation), f"tool {fn.__name__}: parameter {parameter.name}"
+        )
         if parameter.default is parameter.empty:
             required.append(parameter.name)
     parameters = {"type": "object", "properties": properties, "required": required}
@@ -93,7 +95,15 @@ def _hint(fn: Any, annotation: Any) -> Any:
         return Any
 
 
-_KINDS = {str: "string", int: "integer", float: "number", bool: "boolean", dict: "object", list: "array", type(None): "null"}
+_KINDS = {
+    str: "string",
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    dict: "object",
+    list: "array",
+    type(None): "null",
+}
 
 
 def _schema(hint: Any, where: str) -> dict[str, Any]:
@@ -108,7 +118,9 @@ def _schema(hint: Any, where: str) -> dict[str, Any]:
         return {"type": "array", **({"items": _schema(arguments[0], where)} if arguments else {})}
     kind = _KINDS.get(origin or hint)
     if kind is None:
-        raise ConfigError(f"{where} is annotated {hint!r}, which JSON cannot carry; use str, int, float, bool, list, dict or Literal")
+        raise ConfigError(
+            f"{where} is annotated {hint!r}, which JSON cannot carry; use str, int, float, bool, list, dict or Literal"
+        )
     return {"type": kind}
 
 

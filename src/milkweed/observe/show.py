@@ -1,5 +1,5 @@
-"""Trajectories for people: turns, tool calls, rewards, and each sampled token coloured by what it was worth or how likely
-it was. On a terminal (`milkweed show DIR`) and in a notebook (`mw.show(trajectory, chat)`)."""
+"""Trajectories for people: turns, tool calls, rewards, and each sampled token coloured by what it was worth or how
+likely it was. On a terminal (`milkweed show DIR`) and in a notebook (`mw.show(trajectory, chat)`)."""
 
 from __future__ import annotations
 
@@ -43,9 +43,10 @@ def show(
     logprobs: Sequence[float] | None = None,
     title: str = "",
 ) -> Shown:
-    """`trajectory` turn by turn. Sampled tokens are coloured by `advantage` (green above 0, red below; one number, or one a
-    token), else by the difference between `logprobs` (the trainer's, one a token of `token_ids`) and the engine's, else by
-    the engine's log-prob (the redder, the less likely). Segments are shown first, without these colours."""
+    """`trajectory` turn by turn. Sampled tokens are coloured by `advantage` (green above 0, red below; one number, or
+    one a token), else by the difference between `logprobs` (the trainer's, one a token of `token_ids`) and the
+    engine's, else by the engine's log-prob (the redder, the less likely). Segments are shown first, without these
+    colours."""
     parts: list[Any] = []
     for number, s in enumerate(trajectory.sequences):
         last = s is trajectory
@@ -59,10 +60,14 @@ def show(
     if trajectory.dropped:
         told.append(f"dropped: {trajectory.dropped}")
     name = " ".join(p for p in (title, trajectory.id, trajectory.agent) if p)
-    return Shown(Panel(Group(*parts), title=name or None, title_align="left", subtitle=", ".join(told), subtitle_align="left"))
+    return Shown(
+        Panel(Group(*parts), title=name or None, title_align="left", subtitle=", ".join(told), subtitle_align="left")
+    )
 
 
-def _values(t: Trajectory, advantage: float | Sequence[float] | None, logprobs: Sequence[float] | None) -> tuple[Sequence[float], Colour]:
+def _values(
+    t: Trajectory, advantage: float | Sequence[float] | None, logprobs: Sequence[float] | None
+) -> tuple[Sequence[float], Colour]:
     n = len(t.token_ids)
     if advantage is not None:
         return ([float(advantage)] * n if isinstance(advantage, (int, float)) else advantage), "advantage"
@@ -106,9 +111,17 @@ def _style(value: float, colour: Colour) -> Style:
     return Style() if depth < 0.02 else Style(color=f"rgb(230,{int(220 * (1 - depth))},{int(220 * (1 - depth))})")
 
 
-def show_run(folder: Path, *, step: int | None = None, group: str = "", most: int = 4, colour: str = "advantage", console: Console | None = None) -> int:
-    """Prints trajectories from the ledger of the run in `folder`: those that `step` trained (default: the last), or those
-    of `group`. Returns how many. Raises DataError where the run holds no such."""
+def show_run(
+    folder: Path,
+    *,
+    step: int | None = None,
+    group: str = "",
+    most: int = 4,
+    colour: str = "advantage",
+    console: Console | None = None,
+) -> int:
+    """Prints trajectories from the ledger of the run in `folder`: those that `step` trained (default: the last), or
+    those of `group`. Returns how many. Raises DataError where the run holds no such."""
     from milkweed.data.ledger.records import unpack_trajectory
     from milkweed.data.ledger.schema import read_index
     from milkweed.data.ledger.segments import Segments
@@ -122,7 +135,10 @@ def show_run(folder: Path, *, step: int | None = None, group: str = "", most: in
             where, value = "i.name = ?", group
         else:
             last = index.execute("SELECT max(step) FROM trained WHERE lost=0").fetchone()[0]
-            where, value = "i.number IN (SELECT number FROM trained WHERE lost=0 AND step = ?)", step if step is not None else last
+            where, value = (
+                "i.number IN (SELECT number FROM trained WHERE lost=0 AND step = ?)",
+                step if step is not None else last,
+            )
         rows = index.execute(
             f"SELECT i.number, i.name, f.segment, f.offset FROM issued i JOIN finished f ON f.number=i.number WHERE {where} ORDER BY i.number, f.sample",
             (value,),
@@ -150,4 +166,3 @@ def show_run(folder: Path, *, step: int | None = None, group: str = "", most: in
             console.print(show(t, chat, advantage=worth, title="" if t.id else name))
             shown += 1
     return shown
-

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from milkweed.runs.run import Run
 
 
-async def imitate(run: Run, env: Environment | type, prompts: Sequence[Prompt], say: Callable[[str], str]) -> dict[str, float]:
+async def imitate(
+    run: Run, env: Environment | type, prompts: Sequence[Prompt], say: Callable[[str], str]
+) -> dict[str, float]:
     """One optimiser step of supervised learning on `env` as `say` plays it: `say(text)` gets all that was said so far,
     special tokens written out, and returns the next message. Trains on what it said, whatever reward that got; ends the
     step. Returns the trainer's metrics. Raises DataError where the environment failed under every prompt."""

@@ -1,7 +1,8 @@
 """The gateway itself: Starlette routes over the router, served by uvicorn in the controller's own event loop.
 
-A sample travels as ids: agent ──HTTP──► session (messages to ids) ──► router ──► engine, and back. The session keeps what
-was sampled; the agent gets text. Streams are cut from whole completions: the client sees the form, not the first token early.
+A sample travels as ids: agent ──HTTP──► session (messages to ids) ──► router ──► engine, and back. The session keeps
+what was sampled; the agent gets text. Streams are cut from whole completions: the client sees the form, not the first
+token early.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from milkweed.environments.conversation import LimitReached, Limits, Reply
 from milkweed.environments.threads import Threads
 from milkweed.errors import DataError, FleetError, MilkweedError
 from milkweed.rollout.gateway import wire
+from milkweed.rollout.gateway.calls import LOOK_S, Bare, Gone, all_of, in_turn, unless_gone
 from milkweed.rollout.gateway.sessions import Session
 from milkweed.rollout.gateway.wire import Refused
 from milkweed.types import Completion, Environment, Prompt, Sampling, Trajectory
@@ -35,8 +37,6 @@ if TYPE_CHECKING:
     from milkweed.data.tokenizer import Chat
 
 BODY_BYTES = 32 << 20
-LOOK_S = 1.0
-"""How often it is looked whether the caller of a request is still there."""
 IDLE_S = 3600.0
 """A session that nobody has used for so long is forgotten."""
 
@@ -44,9 +44,9 @@ IDLE_S = 3600.0
 class Gateway:
     """OpenAI's API over `router`, for the model of `chat`. Start it with `async with Gateway(...)`.
 
-    It listens on this machine only unless `host` says otherwise, and every call must bring `token` (made up where none is
-    given) or the key of a session. Calls with a session's key are kept in it; calls with the token are only answered.
-    `announce=False` does not tell the model of the tools that a call offers, which it is taken to know.
+    It listens on this machine only unless `host` says otherwise, and every call must bring `token` (made up where none
+    is given) or the key of a session. Calls with a session's key are kept in it; calls with the token are only
+    answered. `announce=False` does not tell the model of the tools that a call offers, which it is taken to know.
     """
 
     def __init__(
@@ -82,8 +82,8 @@ class Gateway:
         self, policy: Any = None, *, sampling: Sampling | None = None, limits: Limits | None = None, fixed: bool = True
     ) -> AsyncIterator[Session]:
         """A session for one sample, closed at the end of the block. `policy` is an environment's handle, whose sampling
-        the calls have; `fixed` keeps temperature, top-p and top-k so whatever the agent asks for, so that what is sampled
-        can be trained on. Lengths and stops are the agent's."""
+        the calls have; `fixed` keeps temperature, top-p and top-k so whatever the agent asks for, so that what is
+        sampled can be trained on. Lengths and stops are the agent's."""
         session = self.open_session(policy, sampling=sampling, limits=limits, fixed=fixed)
         try:
             yield session
@@ -98,7 +98,15 @@ class Gateway:
         for old in [s for s in self._sessions.values() if now - s.used > IDLE_S]:
             self.close_session(old)
         default = sampling or getattr(policy, "sampling", None) or self.sampling
-        session = Session(self.base_url, self._chat, policy or _Bare(self.router, f"gateway {secrets.token_hex(8)}"), default, limits=limits, fixed=fixed, announce=self.announce)
+        session = Session(
+            self.base_url,
+            self._chat,
+            policy or Bare(self.router, f"gateway {secrets.token_hex(8)}"),
+            default,
+            limits=limits,
+            fixed=fixed,
+            announce=self.announce,
+        )
         self._sessions[session.id] = self._keys[session.key] = session
         return session
 
@@ -108,7 +116,12 @@ class Gateway:
         self._keys.pop(session.key, None)
 
     def environment(
-        self, agent: Callable[..., Any], *, limits: Limits | None = None, reward_deadline_s: float = 60.0, fixed: bool = True
+        self,
+        agent: Callable[..., Any],
+        *,
+        limits: Limits | None = None,
+        reward_deadline_s: float = 60.0,
+        fixed: bool = True,
     ) -> Environment:
         """An environment of somebody else's agent: `agent(task, base_url, api_key)`, plain (run in a thread) or async.
         What it returns is the reward (a number, or a number and parts); None waits for one to be posted."""
@@ -159,7 +172,9 @@ class Gateway:
             listener.bind((self.host, self.port))
         except OSError as error:
             listener.close()
-            raise MilkweedError(f"the gateway cannot listen on {self.host}:{self.port}: {error}; give another port (0: any)") from error
+            raise MilkweedError(
+                f"the gateway cannot listen on {self.host}:{self.port}: {error}; give another port (0: any)"
+            ) from error
         self.port = listener.getsockname()[1]
         config = uvicorn.Config(
             self._app(),
@@ -221,7 +236,7 @@ class Gateway:
                 if session is not None:
                     session.used = time.monotonic()
                     session.calls += 1
-                return await _unless_gone(request, handle(request, session))
+                return await unless_gone(request, handle(request, session))
             except Refused as error:
                 refused = error
             except LimitReached as error:
@@ -234,7 +249,7 @@ class Gateway:
                 refused = Refused(str(error), status=503, code=error.kind)
             except MilkweedError as error:
                 refused = Refused(str(error), status=500)
-            except _Gone:
+            except Gone:
                 return Response(status_code=499)
             return JSONResponse(refused.body, refused.status)
 
@@ -245,7 +260,11 @@ class Gateway:
         key = key.strip() if kind.lower() == "bearer" else request.headers.get("api-key", "")
         session = self._keys.get(key)
         if session is None and not hmac.compare_digest(key.encode(), self.token.encode()):
-            raise Refused("this needs the gateway's token or a session's key as a bearer token", status=401, code="invalid_api_key")
+            raise Refused(
+                "this needs the gateway's token or a session's key as a bearer token",
+                status=401,
+                code="invalid_api_key",
+            )
         return session
 
     async def _body(self, request: Request) -> dict[str, Any]:
@@ -273,9 +292,11 @@ class Gateway:
         async def one() -> Reply:
             if session is not None:
                 return await session.chat(messages, tools, sampling)
-            return await Threads(self._chat, _Bare(self.router).sample, sampling, announce=self.announce).chat(messages, tools=tools, sampling=sampling)
+            return await Threads(self._chat, Bare(self.router).sample, sampling, announce=self.announce).chat(
+                messages, tools=tools, sampling=sampling
+            )
 
-        return self._send(body, wire.chat_answer(self._chat, self.model, body, await _all(one, count)))
+        return self._send(body, wire.chat_answer(self._chat, self.model, body, await all_of(one, count)))
 
     async def _completions(self, request: Request, session: Session | None) -> Response:
         body = await self._body(request)
@@ -290,10 +311,10 @@ class Gateway:
         sampling, count = self._sampling(body, session), wire.number(body, "n", 1, 128, whole=True) or 1
 
         async def one() -> Completion:
-            work = session.complete if session is not None else _Bare(self.router).sample
+            work = session.complete if session is not None else Bare(self.router).sample
             return await work(list(ids), sampling)
 
-        return self._send(body, wire.text_answer(self._chat, self.model, body, await _all(one, count)))
+        return self._send(body, wire.text_answer(self._chat, self.model, body, await all_of(one, count)))
 
     def _sampling(self, body: dict[str, Any], session: Session | None) -> Sampling:
         if session is None:
@@ -306,7 +327,7 @@ class Gateway:
         if not body.get("stream"):
             return Response(msgspec.json.encode(answer), media_type="application/json")
         usage = bool((body.get("stream_options") or {}).get("include_usage"))
-        return StreamingResponse(_aiter(wire.events(answer, usage=usage)), media_type="text/event-stream")
+        return StreamingResponse(in_turn(wire.events(answer, usage=usage)), media_type="text/event-stream")
 
     async def _models(self, request: Request, session: Session | None) -> Response:
         from starlette.responses import JSONResponse
@@ -349,48 +370,3 @@ class Gateway:
         from starlette.responses import JSONResponse
 
         return JSONResponse({"status": "ok"})
-
-
-class _Bare:
-    """The router as a policy, without a session."""
-
-    def __init__(self, router: Any, session: str | None = None) -> None:
-        self._router, self._session = router, session
-
-    async def sample(self, token_ids: list[int], sampling: Sampling) -> Completion:
-        return await self._router.sample(token_ids, sampling, session=self._session)
-
-
-class _Gone(Exception):
-    """The caller has left."""
-
-
-async def _all(one: Callable[[], Any], count: int) -> list[Any]:
-    if count == 1:
-        return [await one()]
-    tasks = [asyncio.ensure_future(one()) for _ in range(count)]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
-async def _unless_gone(request: Request, work: Any) -> Response:
-    """The work's answer; it is cancelled when the caller closes the connection, so that no engine samples for nobody."""
-    task = asyncio.ensure_future(work)
-    try:
-        while True:
-            done, _ = await asyncio.wait({task}, timeout=LOOK_S)
-            if done:
-                return task.result()
-            # before the body was read, asking would take it away
-            if getattr(request.state, "read", False) and await request.is_disconnected():
-                raise _Gone
-    finally:
-        task.cancel()
-
-
-async def _aiter(parts: Iterator[bytes]) -> AsyncIterator[bytes]:
-    for part in parts:
-        yield part

@@ -21,7 +21,17 @@ class Session:
     api_key=s.key)`. Calls that go on from each other are one sequence of tokens, others are segments of one trajectory.
     """
 
-    def __init__(self, base_url: str, chat: Chat, policy: Any, sampling: Sampling, *, limits: Limits | None, fixed: bool, announce: bool = True) -> None:
+    def __init__(
+        self,
+        base_url: str,
+        chat: Chat,
+        policy: Any,
+        sampling: Sampling,
+        *,
+        limits: Limits | None,
+        fixed: bool,
+        announce: bool = True,
+    ) -> None:
         self.id, self.key, self.base_url = secrets.token_hex(8), f"sk-mw-{secrets.token_hex(24)}", base_url
         self.sampling, self.fixed = sampling, fixed
         self.calls, self.used = 0, time.monotonic()
@@ -37,8 +47,8 @@ class Session:
         return await self._threads.complete(token_ids, sampling)
 
     def reward(self, value: float, parts: dict[str, float] | None = None) -> None:
-        """Scores the session; a later reward takes the place of an earlier one until it is read. Raises DataError where it
-        is no finite number."""
+        """Scores the session; a later reward takes the place of an earlier one until it is read. Raises DataError where
+        it is no finite number."""
         numbers = [value, *(parts or {}).values()]
         if not all(isinstance(v, (int, float)) and not isinstance(v, bool) and math.isfinite(v) for v in numbers):
             raise DataError(f"a reward must be a finite number (and parts finite numbers), not {str(value)[:40]}")

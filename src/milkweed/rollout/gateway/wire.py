@@ -58,7 +58,9 @@ def check_fields(body: dict[str, Any]) -> None:
             raise Refused(f"{name} = {str(body[name])[:60]} is not supported here", param=name)
     choice = body.get("tool_choice")
     if choice not in (None, "auto", "none"):
-        raise Refused('tool_choice can be "auto" or "none": what the policy calls is its own to choose', param="tool_choice")
+        raise Refused(
+            'tool_choice can be "auto" or "none": what the policy calls is its own to choose', param="tool_choice"
+        )
 
 
 def number(body: dict[str, Any], name: str, least: float, most: float, whole: bool = False) -> Any:
@@ -68,7 +70,10 @@ def number(body: dict[str, Any], name: str, least: float, most: float, whole: bo
         return None
     good = isinstance(value, int) if whole else isinstance(value, (int, float))
     if isinstance(value, bool) or not good or not least <= value <= most:
-        raise Refused(f"{name} must be {'a whole number' if whole else 'a number'} from {least:g} to {most:g}, not {str(value)[:40]}", param=name)
+        raise Refused(
+            f"{name} must be {'a whole number' if whole else 'a number'} from {least:g} to {most:g}, not {str(value)[:40]}",
+            param=name,
+        )
     return value
 
 
@@ -106,7 +111,11 @@ def tools_of(body: dict[str, Any]) -> list[dict[str, Any]]:
         return []
     for t in tools if isinstance(tools, list) else [tools]:
         function = t.get("function") if isinstance(t, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or t.get("type", "function") != "function":
+        if (
+            not isinstance(function, dict)
+            or not isinstance(function.get("name"), str)
+            or t.get("type", "function") != "function"
+        ):
             raise Refused("tools must be functions: {'type': 'function', 'function': {'name': ...}}", param="tools")
     return tools
 
@@ -135,7 +144,12 @@ def finish_of(reply: Reply | None, completion: Completion) -> str:
 def usage_of(completions: Sequence[Completion]) -> dict[str, Any]:
     prompt, said = len(completions[0].prompt_ids), sum(len(c.token_ids) for c in completions)
     cached = {"cached_tokens": min(prompt, completions[0].cached_tokens)}
-    return {"prompt_tokens": prompt, "completion_tokens": said, "total_tokens": prompt + said, "prompt_tokens_details": cached}
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": said,
+        "total_tokens": prompt + said,
+        "prompt_tokens_details": cached,
+    }
 
 
 def _exact(body: dict[str, Any], completion: Completion) -> dict[str, Any]:
@@ -150,11 +164,21 @@ def chat_answer(chat: Chat, model: str, body: dict[str, Any], replies: Sequence[
     """The answer to /v1/chat/completions."""
     choices = []
     for i, reply in enumerate(replies):
-        message = {**reply.message, "content": reply.text if reply.text or not reply.tool_calls else None, "refusal": None}
+        message = {
+            **reply.message,
+            "content": reply.text if reply.text or not reply.tool_calls else None,
+            "refusal": None,
+        }
         logprobs = chat_logprobs(chat, reply.completion) if body.get("logprobs") else None
         finish = finish_of(reply, reply.completion)
-        choices.append({"index": i, "message": message, "finish_reason": finish, "logprobs": logprobs} | _exact(body, reply.completion))
-    return _head("chatcmpl", "chat.completion", model) | {"choices": choices, "usage": usage_of([r.completion for r in replies])}
+        choices.append(
+            {"index": i, "message": message, "finish_reason": finish, "logprobs": logprobs}
+            | _exact(body, reply.completion)
+        )
+    return _head("chatcmpl", "chat.completion", model) | {
+        "choices": choices,
+        "usage": usage_of([r.completion for r in replies]),
+    }
 
 
 def text_answer(chat: Chat, model: str, body: dict[str, Any], completions: Sequence[Completion]) -> dict[str, Any]:
@@ -166,7 +190,9 @@ def text_answer(chat: Chat, model: str, body: dict[str, Any], completions: Seque
             tokens = [chat.decode([t], skip_special_tokens=False) for t in c.token_ids]
             starts = [sum(map(len, tokens[:n])) for n in range(len(tokens))]
             logprobs = {"tokens": tokens, "token_logprobs": c.logprobs, "top_logprobs": None, "text_offset": starts}
-        choices.append({"index": i, "text": c.text, "finish_reason": finish_of(None, c), "logprobs": logprobs} | _exact(body, c))
+        choices.append(
+            {"index": i, "text": c.text, "finish_reason": finish_of(None, c), "logprobs": logprobs} | _exact(body, c)
+        )
     return _head("cmpl", "text_completion", model) | {"choices": choices, "usage": usage_of(completions)}
 
 
@@ -177,10 +203,16 @@ def _head(prefix: str, kind: str, model: str) -> dict[str, Any]:
 def events(answer: dict[str, Any], *, usage: bool) -> Iterator[bytes]:
     """`answer` as a stream of server-sent events, in the pieces that OpenAI's clients join."""
     chat = answer["object"] == "chat.completion"
-    head = {k: answer[k] for k in ("id", "created", "model")} | {"object": "chat.completion.chunk" if chat else "text_completion"}
+    head = {k: answer[k] for k in ("id", "created", "model")} | {
+        "object": "chat.completion.chunk" if chat else "text_completion"
+    }
 
     def event(choices: list[dict[str, Any]], **more: Any) -> bytes:
-        return b"data: " + msgspec.json.encode(head | {"choices": choices, **({"usage": None} if usage else {})} | more) + b"\n\n"
+        return (
+            b"data: "
+            + msgspec.json.encode(head | {"choices": choices, **({"usage": None} if usage else {})} | more)
+            + b"\n\n"
+        )
 
     for choice in answer["choices"]:
         rest = {k: v for k, v in choice.items() if k in ("prompt_token_ids", "token_ids", "versions")}
@@ -197,7 +229,13 @@ def events(answer: dict[str, Any], *, usage: bool) -> Iterator[bytes]:
             yield piece({"content": message["content"] or ""}, logprobs=choice["logprobs"])
         for n, call in enumerate(message.get("tool_calls", ())):
             name, arguments = call["function"]["name"], call["function"]["arguments"]
-            yield piece({"tool_calls": [{"index": n, "id": call["id"], "type": "function", "function": {"name": name, "arguments": ""}}]})
+            yield piece(
+                {
+                    "tool_calls": [
+                        {"index": n, "id": call["id"], "type": "function", "function": {"name": name, "arguments": ""}}
+                    ]
+                }
+            )
             yield piece({"tool_calls": [{"index": n, "function": {"arguments": arguments}}]})
         yield piece({}, finish_reason=choice["finish_reason"], **rest)
     if usage:
