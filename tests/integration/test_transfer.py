@@ -18,7 +18,8 @@ import torch
 from milkweed.errors import TransferError
 from milkweed.transfer.manifest import join
 from milkweed.transfer.probe import measure
-from milkweed.transfer.puller import GRACE_S, Puller, PullerActor
+from milkweed.transfer.puller import GRACE_S, Puller
+from milkweed.transfer.puller_actor import PullerActor
 from milkweed.transfer.slots import SHM
 from milkweed.transfer.staging import open_staged
 from milkweed.types import PolicyVersion

@@ -132,7 +132,7 @@ async def up(
 
         live.rollout = await bring("rollout", Router.spawn(fleet, str(folder)))
         if "trainer" in roles:
-            from milkweed.transfer.puller import PullerActor
+            from milkweed.transfer.puller_actor import PullerActor
 
             spawns = (fleet.spawn("puller", h.index, PullerActor, fleet.token, f"puller{h.index}", host=h.index) for h in fleet.hosts)
             live.pullers = list(await asyncio.gather(*spawns))

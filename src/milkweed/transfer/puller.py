@@ -1,23 +1,22 @@
-"""The host's side: read a version one-sided from every trainer rank, verify it, stage full tensors in shared memory."""
+"""The host's side: read a version one-sided from every trainer rank, verify it, stage it in shared memory."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import xxhash
-from monarch.actor import Actor, concurrent_endpoint
 
 from milkweed.errors import TransferError
 from milkweed.transfer import layout
 from milkweed.transfer.arrival import Arrival
+from milkweed.transfer.attempt import Attempt, in_thread, naming
 from milkweed.transfer.inbox import Inbox
 from milkweed.transfer.manifest import Chunk, Grant, Manifest, RankManifest, Staged, Target
 from milkweed.transfer.nixl import Read
@@ -26,52 +25,12 @@ from milkweed.transfer.session import Session
 from milkweed.transfer.slots import Slot, Slots
 from milkweed.types import PolicyVersion
 
-T = TypeVar("T")
-_log = logging.getLogger(__name__)
-
 WINDOW = 4
 """READs posted ahead: over a network one alone would wait a round trip for each chunk."""
 GRACE_S = 1.0
 """How long after its deadline a pull may take to notice; then its thread is abandoned."""
 QUARANTINE = 4
 """Failed sessions kept when they do not stop; with more, something is wrong that only a new process mends."""
-
-
-class _Attempt:
-    """One pull: what is asked, until when, and how far it is. `lock` orders its steps against being given up."""
-
-    def __init__(self, manifest: Manifest, deadline: float, deadline_s: float) -> None:
-        self.manifest, self.deadline, self.deadline_s = manifest, deadline, deadline_s
-        self.lock = threading.Lock()
-        self.given_up = False
-        self.reading = False  # inside NIXL, which may never return; all else is local work that ends by itself
-        self.slot: Slot | None = None
-
-    def step(self, reading: bool) -> None:
-        """Enter or leave NIXL. Raises TransferError if the pull was given up meanwhile."""
-        with self.lock:
-            self.check_given_up()
-            self.reading = reading
-
-    def place(self, rank: RankManifest, chunk: Chunk | None = None) -> str:
-        """Where an error happened."""
-        at = f"version {self.manifest.version} from {rank.peer}"
-        if chunk is None:
-            return at
-        return f"{at}, bytes {chunk.offset}:{chunk.offset + chunk.nbytes} ({rank.tensors_in(chunk)})"
-
-    def check_time(self, rank: RankManifest, chunk: Chunk) -> None:
-        """Raises TransferError past the deadline, naming who was being waited for."""
-        self.check_given_up()
-        if time.monotonic() > self.deadline:
-            raise TransferError(
-                f"{self.place(rank, chunk)}: no answer within {self.deadline_s:g} s; "
-                "the rank is hung, stopped or unreachable"
-            )
-
-    def check_given_up(self) -> None:
-        if self.given_up:
-            raise TransferError(f"the pull of version {self.manifest.version} was given up")
 
 
 class Puller:
@@ -106,7 +65,7 @@ class Puller:
         both slots are held. What was staged and held before is then as it was. A version that is already here is not
         read again. The first pull allocates three times the model (the buffer and two slots): give it a minute.
         """
-        attempt = _Attempt(manifest, time.monotonic() + deadline_s, deadline_s)
+        attempt = Attempt(manifest, time.monotonic() + deadline_s, deadline_s)
         try:
             async with asyncio.timeout(deadline_s):
                 await self._turn.acquire()
@@ -228,7 +187,7 @@ class Puller:
         slot = self._slots.find(manifest.version)
         return slot.staged if slot is not None and slot.source == _identity(manifest) else None
 
-    async def _attempt(self, attempt: _Attempt) -> Staged:
+    async def _attempt(self, attempt: Attempt) -> Staged:
         if self._unfinished is not None:  # given up during local work, such as touching fresh memory, which goes on
             await asyncio.wait({self._unfinished}, timeout=max(0.0, attempt.deadline - time.monotonic()))
             if not self._unfinished.done():
@@ -239,7 +198,7 @@ class Puller:
             staged = self._ready(attempt.manifest)
             if staged is not None:
                 return staged
-        work = _in_thread(lambda: self._pull(attempt), f"{self.name}-pull")
+        work = in_thread(lambda: self._pull(attempt), f"{self.name}-pull")
         try:
             await asyncio.wait({work}, timeout=max(0.0, attempt.deadline - time.monotonic()) + GRACE_S)
         except asyncio.CancelledError:
@@ -253,7 +212,7 @@ class Puller:
             )
         return work.result()
 
-    def _give_up(self, attempt: _Attempt, work: asyncio.Future[Staged]) -> None:
+    def _give_up(self, attempt: Attempt, work: asyncio.Future[Staged]) -> None:
         """Nobody waits for this pull any more. Inside NIXL it is left to itself with its session, which is not used
         again; otherwise its local work ends by itself and the next pull waits for that, keeping what it allocated."""
         with attempt.lock:
@@ -269,7 +228,7 @@ class Puller:
             else:
                 self._unfinished = work
 
-    def _pull(self, attempt: _Attempt) -> Staged:
+    def _pull(self, attempt: Attempt) -> Staged:
         """The whole pull, in a thread of its own."""
         began = time.perf_counter()
         manifest = attempt.manifest
@@ -310,7 +269,7 @@ class Puller:
         }  # fmt: skip
         return staged
 
-    def _pull_packed(self, attempt: _Attempt, target: Target) -> Staged:
+    def _pull_packed(self, attempt: Attempt, target: Target) -> Staged:
         """As `_pull`, of what is packed for the engines: it lands in the slot itself, and the bytes that this host has
         already are not read."""
         began = time.perf_counter()
@@ -356,7 +315,7 @@ class Puller:
         }  # fmt: skip
         return staged
 
-    def _read_posts(self, attempt: _Attempt, session: Session, arrival: Arrival) -> None:
+    def _read_posts(self, attempt: Attempt, session: Session, arrival: Arrival) -> None:
         ranks = attempt.manifest.ranks
         session.forget_others({r.agent for r in ranks})
         work: deque[tuple[RankManifest, Sequence[tuple[Chunk, np.ndarray]], Read]] = deque()
@@ -364,7 +323,7 @@ class Puller:
             posts = [p for p in arrival.posts if p.rank is rank]
             if not posts:
                 continue
-            with _naming(attempt.place(rank)):
+            with naming(attempt.place(rank)):
                 reads = session.plan_into(rank, tuple(p.piece for p in posts), tuple(p.place for p in posts))
             work.extend((rank, [(a.chunk, a.memory) for a in p.parts], r) for p, r in zip(posts, reads, strict=True))
         self._complete(attempt, work)
@@ -380,13 +339,13 @@ class Puller:
             self._session = Session(self.name, nbytes)
         return self._session
 
-    def _read(self, attempt: _Attempt, session: Session, starts: list[int]) -> None:
+    def _read(self, attempt: Attempt, session: Session, starts: list[int]) -> None:
         """Read every chunk of every rank into the session's buffer."""
         ranks = attempt.manifest.ranks
         session.forget_others({r.agent for r in ranks})
         work: deque[tuple[RankManifest, Sequence[tuple[Chunk, np.ndarray]], Read]] = deque()
         for rank, at in zip(ranks, starts, strict=False):
-            with _naming(attempt.place(rank)):
+            with naming(attempt.place(rank)):
                 reads = session.plan(rank, at)
             for chunk, read in zip(rank.chunks, reads, strict=True):
                 here = session.arena.bytes[at + chunk.offset : at + chunk.offset + chunk.nbytes]
@@ -394,7 +353,7 @@ class Puller:
         self._complete(attempt, work)
 
     def _complete(
-        self, attempt: _Attempt, work: deque[tuple[RankManifest, Sequence[tuple[Chunk, np.ndarray]], Read]]
+        self, attempt: Attempt, work: deque[tuple[RankManifest, Sequence[tuple[Chunk, np.ndarray]], Read]]
     ) -> None:
         """Do every READ, `WINDOW` posted at a time, verifying in a second thread what has arrived."""
         posted: deque[tuple[RankManifest, Sequence[tuple[Chunk, np.ndarray]], Read, bool]] = deque()
@@ -404,11 +363,11 @@ class Puller:
                 while work and len(posted) < WINDOW:
                     rank, parts, read = work.popleft()
                     attempt.check_time(rank, parts[0][0])
-                    with _naming(attempt.place(rank, parts[0][0])):
+                    with naming(attempt.place(rank, parts[0][0])):
                         posted.append((rank, parts, read, read.start()))
                 rank, parts, read, done = posted.popleft()
                 began = time.monotonic()
-                with _naming(attempt.place(rank, parts[0][0])):
+                with naming(attempt.place(rank, parts[0][0])):
                     while not done:
                         # polling is what moves the bytes of a network transport: without rest first, then with
                         time.sleep(0 if time.monotonic() - began < 0.005 else 2e-4)
@@ -425,7 +384,7 @@ class Puller:
                         "while it was read (a lease ended too soon) or they were altered on the way"
                     )
 
-    def _fail_session(self, attempt: _Attempt, session: Session) -> None:
+    def _fail_session(self, attempt: Attempt, session: Session) -> None:
         with attempt.lock:
             if not attempt.given_up:
                 self._drop_session(session)
@@ -443,111 +402,6 @@ class Puller:
         self._quarantine.remove(session)
 
 
-class PullerActor(Actor):
-    """A `Puller` in a Monarch process of its own; its endpoints overlap, so holds and status answer during a pull."""
-
-    def __init__(self, token: str, name: str = "puller") -> None:
-        self._puller = Puller(token, name)
-
-    @concurrent_endpoint
-    async def pull(self, manifest: Manifest, deadline_s: float, holders: Sequence[str] = ()) -> Staged:
-        try:
-            return await self._puller.pull(manifest, deadline_s, holders)
-        except asyncio.CancelledError as error:  # escaping an endpoint it would silently kill the actor
-            raise TransferError(f"the pull of version {manifest.version} was cancelled") from error
-
-    @concurrent_endpoint
-    async def grant(self, nbytes: int, layout: str) -> Grant:
-        return self._puller.grant(nbytes, layout)
-
-    @concurrent_endpoint
-    async def stage(self, staged: Staged, holders: Sequence[str] = ()) -> None:
-        self._puller.stage(staged, holders)
-
-    @concurrent_endpoint
-    async def revoke(self) -> None:
-        self._puller.revoke()
-
-    @concurrent_endpoint
-    async def expect(self, manifest: Manifest) -> list[tuple[int, int]]:
-        return self._puller.expect(manifest)
-
-    @concurrent_endpoint
-    async def receive(self, rank: int, chunk: int, data: bytes) -> None:
-        self._puller.receive(rank, chunk, data)
-
-    @concurrent_endpoint
-    async def complete(self, holders: Sequence[str] = ()) -> Staged:
-        return self._puller.complete(holders)
-
-    @concurrent_endpoint
-    async def offer(self, version: PolicyVersion, reader: str) -> RankManifest:
-        return await asyncio.to_thread(self._puller.offer, version, reader)
-
-    @concurrent_endpoint
-    async def hold(self, holder: str, version: PolicyVersion) -> Staged:
-        return self._puller.hold(holder, version)
-
-    @concurrent_endpoint
-    async def release(self, holder: str, version: PolicyVersion | None = None) -> None:
-        self._puller.release(holder, version)
-
-    @concurrent_endpoint
-    async def keep_only(self, served: dict[str, PolicyVersion]) -> None:
-        self._puller.keep_only(served)
-
-    @concurrent_endpoint
-    async def status(self) -> dict[str, Any]:
-        return self._puller.status()
-
-    @concurrent_endpoint
-    async def close(self) -> None:
-        await asyncio.to_thread(self._puller.close)
-
-
-class _naming:
-    """Puts the place in front of a TransferError raised inside."""
-
-    def __init__(self, place: str) -> None:
-        self.place = place
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, TransferError):
-            raise TransferError(f"{self.place}: {error}") from error
-
-
 def _identity(manifest: Manifest) -> bytes:
     """What tells two manifests of one version apart."""
     return b"".join(r.digest for r in manifest.ranks)
-
-
-def _in_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
-    """Run in a daemon thread: unlike an executor's, one that never returns does not keep the process from ending."""
-    loop = asyncio.get_running_loop()
-    result: asyncio.Future[T] = loop.create_future()
-    result.add_done_callback(lambda done: done.cancelled() or done.exception())  # given up: nobody will ask for it
-
-    def settle(value: T | None, error: BaseException | None) -> None:
-        if result.cancelled():
-            return
-        if error is not None:
-            result.set_exception(error)
-        else:
-            result.set_result(value)  # type: ignore[arg-type]
-
-    def run() -> None:
-        value, error = None, None
-        try:
-            value = work()
-        except BaseException as caught:  # handed to whoever awaits, whatever it is
-            error = caught
-        try:
-            loop.call_soon_threadsafe(settle, value, error)
-        except RuntimeError:  # the loop is closed: nobody awaits any more
-            _log.warning("%s ended after its event loop: %r", name, error or "done")
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return result
