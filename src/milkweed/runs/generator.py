@@ -14,97 +14,16 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import math
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
 from milkweed.data.ledger.records import HeldGroup, Issue
 from milkweed.errors import DataError, MilkweedError
 from milkweed.runs.lineage import Lineage
+from milkweed.runs.making import Limits, Made, Make, Records, Stream, live
 from milkweed.types import Group, PolicyVersion, Prompt, Trajectory
-
-
-class Records(Protocol):
-    """What the loop needs of a ledger."""
-
-    def issue(self, issues: Sequence[Issue]) -> None: ...
-    def finish(self, number: int, trajectory: Trajectory) -> None: ...
-    def fail(self, number: int, sample: int, attempt: int, reason: str) -> None: ...
-    def drop(self, number: int, samples: Sequence[int], reason: str, detail: str = "") -> None: ...
-    def train(self, version: PolicyVersion, samples: Sequence[tuple[int, int, int, int]], *, again: bool = False) -> None: ...
-    async def room(self) -> None: ...
-
-
-class Stream(Protocol):
-    """What the loop needs of a prompt stream."""
-
-    epoch: int
-    seed: int
-
-    @property
-    def taken(self) -> int: ...
-    def take(self, n: int) -> list[Prompt]: ...
-
-
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """What the loop keeps to.
-
-    `late` is what happens to a group that younger ones overtook until its first tokens are over the bound: "mask" trains
-    its other tokens only and never waits; "wait" lets the batch wait for it before that. `oversample` issues so much
-    more (0.5: half as much again) and gives the tail up when a batch is full. `retries` are further attempts at a
-    sample that failed. Nothing is issued for steps after `steps`. A filter that rejects `patience` batches in a row ends
-    the run.
-    """
-
-    groups: int
-    samples: int
-    staleness: int = 0
-    steps: int = 1 << 62
-    late: Literal["mask", "wait"] = "mask"
-    oversample: float = 0.0
-    retries: int = 1
-    patience: int = 20
-    stalled_s: float = 1800.0
-
-    def __post_init__(self) -> None:
-        for key, least in (("groups", 1), ("samples", 1), ("staleness", 0), ("oversample", 0), ("retries", 0), ("patience", 1)):
-            if getattr(self, key) < least:
-                raise ValueError(f"{key} must be at least {least}, not {getattr(self, key)}")
-
-    @property
-    def cohort(self) -> int:
-        """Groups issued for one batch."""
-        return math.ceil(self.groups * (1 + self.oversample))
-
-
-Make = Callable[[Prompt, Issue, int, int], Awaitable[Trajectory]]
-"""`make(prompt, issue, sample, attempt)` samples and scores one trajectory; it comes back dropped where that failed.
-FleetError ends the loop."""
-
-
-@dataclass(eq=False)
-class Made:
-    """A group on its way."""
-
-    issue: Issue
-    prompt: Prompt
-    begun: PolicyVersion
-    """What the engines served when it was issued: no token of it is older."""
-    due: int
-    """The trainer's step that it was issued for."""
-    trajectories: dict[int, Trajectory] = field(default_factory=dict)
-    running: dict[int, asyncio.Task[None]] = field(default_factory=dict)
-
-    @property
-    def number(self) -> int:
-        return self.issue.number
-
-    def group(self) -> Group:
-        return Group(id=self.issue.group, prompt=self.prompt, trajectories=[t for _, t in sorted(self.trajectories.items())])
 
 
 class Generator:
@@ -156,7 +75,7 @@ class Generator:
         Raises what ended the sampling (FleetError), DataError where nothing passes the filter or can be scored.
         """
         for made in self._given:
-            self._records.drop(made.number, _live(made), "handed out but not trained")
+            self._records.drop(made.number, live(made), "handed out but not trained")
         self._given, self._next = [], now.step
         self._expire(now)
         if (planned := self._planned(now)) is not None:
@@ -311,7 +230,7 @@ class Generator:
     def _reject(self, made: Made, reason: str | None) -> None:
         """Not one scored sample (each was dropped with its reason), or the filter's no."""
         if reason is not None:
-            self._records.drop(made.number, _live(made), reason)
+            self._records.drop(made.number, live(made), reason)
         self.counts["rejected"] += 1
         self._rejected_in_a_row += 1
         why = reason or next((t.dropped for t in made.trajectories.values() if t.dropped), None) or "nothing to train"
@@ -327,9 +246,9 @@ class Generator:
 
     def _expire(self, now: PolicyVersion) -> None:
         for number, made in list(self._buffer.items()):
-            if all(self._fresh(made.trajectories[i], now) is None for i in _live(made)):
+            if all(self._fresh(made.trajectories[i], now) is None for i in live(made)):
                 del self._buffer[number]
-                self._records.drop(number, _live(made), "stale")
+                self._records.drop(number, live(made), "stale")
                 self.counts["stale"] += 1
 
     def _fresh(self, t: Trajectory, now: PolicyVersion) -> tuple[Trajectory, int] | None:
@@ -375,7 +294,7 @@ class Generator:
         for made in chosen:
             del self._buffer[made.number]
             stale = []
-            for sample in _live(made):
+            for sample in live(made):
                 t = made.trajectories[sample]
                 fresh = self._fresh(t, now)
                 if fresh is None:
@@ -404,7 +323,7 @@ class Generator:
             if made.due <= now.step:
                 for task in made.running.values():
                     task.cancel()
-                self._records.drop(number, sorted([*made.running, *_live(made)]), "over-sampled", "the batch was full before it was finished")
+                self._records.drop(number, sorted([*made.running, *live(made)]), "over-sampled", "the batch was full before it was finished")
                 self.counts["over-sampled"] += 1
                 del self._running[number]
 
@@ -413,8 +332,4 @@ class Generator:
             raise self._failure
 
 
-def _live(made: Made) -> list[int]:
-    return sorted(i for i, t in made.trajectories.items() if t.dropped is None)
-
-
-__all__ = ["Generator", "Limits", "Made", "Make", "Records", "Stream"]
+__all__ = ["Generator", "Limits"]
