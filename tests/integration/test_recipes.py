@@ -16,8 +16,8 @@ from conftest import inside
 import milkweed as mw
 
 pytestmark = pytest.mark.stack
-REWARD_LR, REWARD_STEPS = 1e-3, 240
-PPO_VERIFIED, PPO_JUDGED = 32, 60
+REWARD_LR, REWARD_STEPS = 1e-3, 200
+PPO_VERIFIED, PPO_JUDGED = 32, 36
 DPO_STEPS = 20
 DISTILL_STEPS = 40
 GRPO_STEPS = 40
