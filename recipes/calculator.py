@@ -13,8 +13,8 @@ class Config(mw.RunConfig, kw_only=True):
 
     model: str = ""
     """Model folder; empty starts from a small fresh Qwen3 and shows it what a call looks like."""
-    steps: int = 175
-    shown: int = 150
+    steps: int = 225
+    shown: int = 200
     """Steps that imitate demonstrations, the first ones."""
     calls: float = 0.3
     """Share of demonstrations that use the calculator; the others guess."""
@@ -22,7 +22,7 @@ class Config(mw.RunConfig, kw_only=True):
     samples: int = 8
     eval_every: int = 25
     sampling: mw.Sampling = mw.Sampling(max_tokens=12)
-    trainer: mw.TrainerConfig = mw.TrainerConfig(lr=1e-3, warmup_steps=10, decay="linear", seq_len=256, micro_rows=64)
+    trainer: mw.TrainerConfig = mw.TrainerConfig(lr=6e-4, warmup_steps=10, seq_len=256, micro_rows=64)
 
 
 def calculate(expression: str) -> str:
