@@ -24,7 +24,7 @@ def main() -> None:
     place, degrees, folders = Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3:]
     found = {}
     for folder in folders:
-        rank = TrainerRank(folder, TrainerConfig(**degrees), optimise=False)
+        rank = TrainerRank(folder, TrainerConfig(seq_len=256, **degrees), optimise=False)
         pieces = rank.hf_shards()
         own = [(p.name, tuple(p.offsets), tuple(p.tensor().shape)) for p in pieces]
         every = [None] * rank.world
@@ -32,15 +32,16 @@ def main() -> None:
         for file in sorted(place.glob(f"{Path(folder).name}-[0-9].layout")):
             layout = msgspec.msgpack.decode(file.read_bytes(), type=EngineLayout)
             check_complete(layout, every)
+            filled = file.with_suffix(f".{rank.world}.filled")
             if rank.rank == 0:
-                np.zeros(layout.nbytes, np.uint8).tofile(place / "filled")
+                np.zeros(layout.nbytes, np.uint8).tofile(filled)
             dist.barrier()
-            slot = np.memmap(place / "filled", np.uint8, "r+")
+            slot = np.memmap(filled, np.uint8, "r+")
             Packing(layout, own).place([p.tensor() for p in pieces], slot)
             slot.flush()
             dist.barrier()
             truth = np.fromfile(file.with_suffix(".image"), np.uint8)
-            found[f"{file.stem} image"] = bool((np.memmap(place / "filled", np.uint8, "r") == truth).all())
+            found[f"{file.stem} image"] = bool((np.memmap(filled, np.uint8, "r") == truth).all())
         if rank.config.data_parallel_replicate == 1:
             cut = Degrees(1, rank.config.data_parallel_shard, rank.config.tensor_parallel)
             said = boxes(layout.tensors, cut)
