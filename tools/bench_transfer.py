@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How fast the transfer plane is, against memcpy and the kernel's own copy between processes, side by side in one run.
 
-    tools/bench_transfer.py [--mb 10 100] [--repeats 5] [--json]
+    tools/bench_transfer.py [--mb 10 100] [--repeats 5] [--engines 1 4] [--json]
 
 One process publishes, this one pulls, as a trainer rank and a host's puller do; an engine's copy out of shared memory
 is done by torch, without an engine. Figures are medians of the repeats, taken in turn so that other work on the machine
@@ -9,6 +9,9 @@ falls on all of them alike. With --json the last line is one JSON object about t
 
     memcpy_gb_s, readv_gb_s, pull_gb_s (READ and verify), pull_over_readv (of speeds), publish_s, pull_s (READ, verify,
     assemble), copy_s, nixl_update_over_memcpy_1 (publish to copied, in times of memcpy), idle_agent_core
+
+With --engines, real engines and a real trainer besides, at the largest size (bench_updates.py), which give
+pause_over_memcpy, update_over_memcpy_N, nixl_update_over_memcpy_N, pause_gain_over_sglang and update_gain_over_sglang.
 """
 
 from __future__ import annotations
@@ -144,6 +147,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mb", type=int, nargs="+", default=[10, 100], help="sizes in MB")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--engines", type=int, nargs="*", default=[], help="numbers of real engines to update, such as 1 4")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -165,6 +169,10 @@ def main() -> None:
         connection.send((-4.0, max(options.mb)))
         result["idle_agent_core"] = answer(connection)
         print(f"idle_agent_core {result['idle_agent_core']:.3f}", flush=True)
+    if options.engines:
+        from bench_updates import run as real_updates
+
+        result |= real_updates(max(options.mb), options.engines, options.repeats)
     if options.json:
         print(json.dumps(result), flush=True)
 
