@@ -105,11 +105,8 @@ def test_ppo_against_the_reward_model_gets_sums_right(preferred):
 
 
 @pytest.mark.slow
-def test_ppo_on_a_verified_reward_gets_sums_right_and_its_critic_foresees_it(warm, tmp_path):
-    _, gain = train_ppo(warm, tmp_path, 4e-4, PPO_VERIFIED)
-    assert gain >= 0.3
-    errors = [abs(x) for x in numbers(tmp_path / "run", "critic/value_error")]
-    assert sum(errors[-5:]) / 5 < 0.5 * errors[0], errors
+def test_ppo_on_a_verified_reward_gets_sums_right(warm, tmp_path):
+    assert train_ppo(warm, tmp_path, 4e-4, PPO_VERIFIED)[1] >= 0.3
 
 
 def test_without_a_learning_rate_ppo_does_not(warm, tmp_path):
