@@ -125,3 +125,30 @@ def test_groups_from_a_list_are_counted_too(tmp_path):
     report = audit(tmp_path)
     assert report.agrees and report.trained == 2
     assert report.dropped == {"RewardError": 3, "handed out but not trained": 1}
+
+
+def test_a_run_of_several_updates_on_each_batch_can_be_resumed(tmp_path):
+    async def env(task, policy):
+        return (await policy.sample(task.token_ids)).trajectory(reward=1.0)
+
+    async def main():
+        said, mesh, stream = [], Mesh(), PromptStream(prompts())
+        f = flow(tmp_path, mesh, said)
+        for _ in range(2):
+            await take(f, env, stream)
+            for _ in range(2):
+                mesh.train()
+                f.trained(mesh.version)
+            await f.publish()
+        await f.before_checkpoint()
+        f.after_checkpoint(mesh.version)
+        await f.close()
+        assert mesh.version.step == 4
+        second = flow(tmp_path, Mesh(PolicyVersion(1, 4)), said)
+        fresh = PromptStream(prompts())
+        second.place(fresh, "train")
+        assert fresh.taken == stream.taken
+        await second.close()
+
+    run_virtual(main())
+    assert audit(tmp_path).agrees

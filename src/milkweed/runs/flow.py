@@ -181,12 +181,16 @@ class Flow:
         self._listed = []
 
     def trained(self, version: PolicyVersion) -> None:
-        """The groups handed out last made `version`."""
+        """The groups handed out last made `version`; a further update on them is a step that trained nothing new, written
+        down too, since a resume wants every step that its checkpoint is of."""
+        written = bool(self._listed)
         if self._listed:
             self.ledger.train(version, self._listed)
             self._listed = []
         for generator in self._generators.values():
-            generator.trained(version)
+            written = generator.trained(version) or written
+        if not written:
+            self.ledger.train(version, [])
 
     def metrics(self) -> dict[str, float]:
         """Of the last batch and of what was not trained since the one before."""

@@ -96,14 +96,15 @@ class Generator:
             except TimeoutError:
                 raise MilkweedError(f"no group was finished for {self.limits.stalled_s:g} s: {self.state()}") from None
 
-    def trained(self, version: PolicyVersion) -> None:
-        """The groups taken last made `version`. Further steps on the same groups add nothing to the ledger."""
+    def trained(self, version: PolicyVersion) -> bool:
+        """The groups taken last made `version`. False where none were taken since the last step: nothing is written."""
         if not self._given:
-            return
+            return False
         self._records.train(version, self._given_rows, again=self._replaying)
         if self._replaying:
             self.lineage.reached = version.step
         self._given, self._given_rows = [], []
+        return True
 
     def serve(self, version: PolicyVersion) -> None:
         """The engines serve `version` now."""
