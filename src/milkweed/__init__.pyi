@@ -12,6 +12,7 @@ from milkweed.config import load_mesh as load_mesh
 from milkweed.runs.script import main as main
 from milkweed.runs.script import run_sync as run_sync
 from milkweed.observe.metrics import read_metrics as read_metrics
+from milkweed.data.ledger import audit as audit
 from milkweed.observe.show import show as show
 from milkweed.training.trainer import Trainer as Trainer
 from milkweed.training.config import TrainerConfig as TrainerConfig
@@ -46,6 +47,8 @@ from milkweed.runs.batch import batch as batch
 from milkweed.environments.single_turn import single_turn as single_turn
 from milkweed.environments.classes import tool_use as tool_use
 from milkweed.environments.classes import from_gym as from_gym
+from milkweed.environments.gyms import gymnasium_env as gymnasium_env
+from milkweed.environments.gyms import skyrl_env as skyrl_env
 from milkweed.environments.tools import tool as tool
 from milkweed.environments.tools import Tool as Tool
 from milkweed.environments.session import python_tool as python_tool
