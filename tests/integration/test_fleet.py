@@ -83,7 +83,7 @@ def test_a_replica_answers_fails_and_is_replaced(tmp_path: Path) -> None:
             assert (
                 [int(s["pid"]) for s in said] == pair.pids
                 and said[0]["EXTRA"] == "e"
-                and said[0]["OMP_NUM_THREADS"] == "1"
+                and said[0]["OMP_NUM_THREADS"] == "2"
             )
             assert (await pair.call_one("where", rank=1, deadline_s=10))["RANK"] == "1"
 
