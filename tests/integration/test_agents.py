@@ -112,6 +112,7 @@ def test_an_openai_agent_trains_through_the_gateway_and_its_tokens_replay(loop, 
     loop.run(check())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["calculator", "guessing", "self_play", "code_tests", "agent", "judge"])
 def test_recipe_runs(recipe, tmp_path):
     """Shown once, sampled and trained once, evaluated; nothing is learnt in so little."""

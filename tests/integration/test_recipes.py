@@ -15,7 +15,7 @@ from conftest import inside
 
 import milkweed as mw
 
-pytestmark = pytest.mark.stack
+pytestmark = [pytest.mark.stack, pytest.mark.slow]
 REWARD_LR, REWARD_STEPS = 1e-3, 200
 PPO_VERIFIED, PPO_JUDGED = 32, 36
 DPO_STEPS = 20

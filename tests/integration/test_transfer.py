@@ -328,6 +328,7 @@ async def _through_an_actor(manifest):
     await answer(mesh.stop())
 
 
+@pytest.mark.slow
 def test_a_puller_works_as_a_monarch_actor(ranks):
     asyncio.run(_through_an_actor(join([ranks[0].call("publish", Versions.next(), "whole")])))
 
