@@ -15,7 +15,9 @@ import msgspec
 import pytest
 import torch
 
-from milkweed.errors import TransferError
+from milkweed.config import load_mesh
+from milkweed.errors import RemoteError, TransferError
+from milkweed.fleet import Fleet
 from milkweed.transfer.manifest import join
 from milkweed.transfer.probe import measure
 from milkweed.transfer.puller import GRACE_S, Puller
@@ -309,26 +311,19 @@ def test_a_pull_given_up_while_it_allocates_is_waited_for_and_loses_nothing(rank
 
 
 async def _through_an_actor(manifest):
-    from monarch.actor import this_host
-
-    async def answer(call):
-        return await asyncio.wait_for(call, 60)
-
-    mesh = this_host().spawn_procs(per_host={"procs": 1})
-    actor = mesh.spawn("puller", PullerActor, f"test{uuid.uuid4().hex[:6]}", "actor")
-    staged = await answer(actor.pull.call_one(manifest, 50.0, ["engine0"]))
-    assert_whole(staged)
-    with pytest.raises(Exception, match="cannot hold version 9.9"):
-        await answer(actor.hold.call_one("engine1", PolicyVersion(9, 9)))
-    status = await answer(actor.status.call_one())
-    assert [slot["holders"] for slot in status["slots"] if slot["version"]] == [["engine0"]]
-    await answer(actor.release.call_one("engine0"))
-    await answer(actor.close.call_one())
-    assert not os.path.exists(staged.path)
-    await answer(mesh.stop())
+    async with await Fleet.start(load_mesh("local")) as fleet:
+        puller = await fleet.spawn("puller", 0, PullerActor, fleet.token, "actor")
+        staged = await puller.call_one("pull", manifest, 50.0, ["engine0"], deadline_s=60)
+        assert_whole(staged)
+        with pytest.raises(RemoteError, match="cannot hold version 9.9"):
+            await puller.call_one("hold", "engine1", PolicyVersion(9, 9), deadline_s=60)
+        status = await puller.call_one("status", deadline_s=60)
+        assert [slot["holders"] for slot in status["slots"] if slot["version"]] == [["engine0"]]
+        await puller.call_one("release", "engine0", deadline_s=60)
+        await puller.call_one("close", deadline_s=60)
+        assert not os.path.exists(staged.path)
 
 
-@pytest.mark.slow
 def test_a_puller_works_as_a_monarch_actor(ranks):
     asyncio.run(_through_an_actor(join([ranks[0].call("publish", Versions.next(), "whole")])))
 
