@@ -1,4 +1,4 @@
-"""A small run for test_flow.py, started as a recipe: GRPO on sums, with a reward that differs between samples."""
+"""A small run for test_async_run.py, started as a recipe: GRPO on sums, with a reward that differs between samples."""
 
 import milkweed as mw
 
