@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from milkweed.errors import ConfigError, DataError, MilkweedError
-from milkweed.observe.metrics import MetricsLog
-from milkweed.observe.samples import SampleLog
 from milkweed.observe.view import View
 from milkweed.runs.config import RunConfig
 from milkweed.runs.directory import INVOCATION, RunDirectory, default_directory
 from milkweed.runs.flow import Flow
 from milkweed.runs.mesh import ROLES, Mesh, up, whole
-from milkweed.runs.sampling import drops, sample_groups
+from milkweed.runs.rows import Rows
+from milkweed.runs.sampling import sample_groups
 from milkweed.types import Batch, Environment, Group, Loss, Prompt, Sampling
 
 if TYPE_CHECKING:
@@ -46,10 +45,8 @@ class Run:
         self._saved: dict[str, Any] = {}
         self._began = time.monotonic()
         self._spent_before = 0.0
-        self._step: dict[str, Any] = {}
         self._flow: Flow | None = None
-        self._metrics: MetricsLog | None = None
-        self._samples: SampleLog | None = None
+        self._rows: Any = None  # Rows, once it is open
 
     # ---- what a recipe calls
 
@@ -139,26 +136,8 @@ class Run:
 
     def _begin_row(self, groups: list[Group], began: float, busy: float, reward_busy: float) -> None:
         assert self.mesh.rollout is not None and self._flow is not None
-        scored = [t for g in groups for t in g.scored]
-        if not scored:
-            reasons = "; ".join(sorted({t.dropped or "?" for g in groups for t in g.trajectories})[:5])
-            raise DataError(f"step {self.step + 1}: not one of {sum(len(g.trajectories) for g in groups)} trajectories could be scored: {reasons}")
-        tokens = sum(t.sampled for t in scored)
-        self._step = {
-            "began": began,
-            "generate": self.mesh.rollout.busy_s - busy,
-            "reward": (self.mesh.reward.busy_s - reward_busy) if self.mesh.reward else 0.0,
-            "tokens": tokens,
-            "groups": groups,
-            "row": {
-                "reward": sum(t.reward for t in scored) / len(scored),
-                "length": tokens / len(scored),
-                "trajectories": len(scored),
-                "dropped": drops(groups),
-                "finish": _fractions([t.finish_reason for t in scored]),
-                **self._flow.metrics(),
-            },
-        }
+        reward = self.mesh.reward.busy_s - reward_busy if self.mesh.reward else 0.0
+        self._rows.sampled(self.step + 1, groups, began, self.mesh.rollout.busy_s - busy, reward, self._flow.metrics())
 
     async def train(self, batch: Batch, loss: Loss, *, role: Literal["trainer", "critic"] = "trainer") -> dict[str, float]:
         """One optimiser step of the policy (or the critic), whole or not at all, also when interrupted. Returns its
@@ -172,10 +151,7 @@ class Run:
         finally:  # an interrupted step may have been applied
             if self._flow is not None and self.step > before:
                 self._flow.trained(self.mesh.version)
-        self._step.setdefault("began", time.monotonic() - metrics["seconds"])
-        self._step["train"] = self._step.get("train", 0.0) + metrics["seconds"]
-        row, numbers = self._step.setdefault("row", {}), {k: v for k, v in metrics.items() if k != "seconds"}
-        row.update(numbers if role == "trainer" else {role: numbers})
+        self._rows.trained(metrics, role)
         return metrics
 
     async def publish(self) -> dict[str, Any]:
@@ -185,28 +161,11 @@ class Run:
 
     def log(self, update: dict[str, float] | None = None) -> dict[str, Any]:
         """Writes the step's row; `publish` does it for recipes that have engines."""
-        state, update = self._step, update or {}
-        self._step = {}
-        took = time.monotonic() - state.get("began", time.monotonic())
-        parts = {"generate": state.get("generate"), "reward": state.get("reward"), "train": state.get("train"), "update": update.get("update")}
-        times = {k: round(v, 4) for k, v in parts.items() if v is not None}
-        row = {
-            **state.get("row", {}),
-            "version": str(self.mesh.version),
-            **({"tokens_per_s": state["tokens"] / took} if state.get("tokens") and took else {}),
-            "time": {"step": round(took, 4), **times},
-        }
-        if update:
-            row["transfer"] = {k: v for k, v in update.items() if k != "update"}
-        self._metrics.log(self.step, row)
-        if state.get("groups"):
-            self._samples.log(self.step, state["groups"])
-        self.view.update(self.step, row)
-        return row
+        return self._rows.end(self.mesh.version, update or {})
 
     def note(self, **numbers: float) -> None:
         """Writes further numbers of the current step into the metrics, and says them."""
-        self._metrics.log(self.step, numbers)
+        self._rows.note(self.step, numbers)
         self.view.say(f"step {self.step}: " + ", ".join(f"{k.replace('_', ' ')} {v:.4f}" for k, v in numbers.items()))
 
     async def evaluate(self, env: Environment, prompts: Sequence[Prompt], *, n: int = 1, sampling: Sampling | None = None) -> float | None:
@@ -236,11 +195,8 @@ class Run:
         rewards = [t.reward if t.dropped is None and t.reward is not None else 0.0 for g in groups for t in g.trajectories]
         mean = sum(rewards) / len(rewards)
         self.held_out.append((step, mean))
-        row = {"held_out": {"reward": mean, "trajectories": len(rewards), "dropped": drops(groups)}, "time": {"evaluate": time.monotonic() - began}}
-        self._metrics.log(step, row)
-        self._samples.log(step, groups, "held-out")
         self.view.status("")
-        self.view.held_out(step, mean)
+        self._rows.held_out(step, groups, mean, len(rewards), time.monotonic() - began)
         return mean
 
     async def checkpoint(self) -> None:
@@ -345,8 +301,7 @@ class Run:
                     await self._resume_critic(saved.get("critic"))
                 self.view.say(f"resumed from checkpoint {self.step} of {self.directory.path}")
         path = self.directory.path
-        self._metrics = MetricsLog(path, resumed_at=resumed_at, wandb=self.config.wandb, config=self.directory.record.config)
-        self._samples = SampleLog(path, per_step=self.config.samples_logged, resumed_at=resumed_at)
+        self._rows = Rows(self.config, path, self.view, resumed_at=resumed_at, record=self.directory.record.config)
         if self.mesh.rollout is not None and self.mesh.trainer is not None:
             self._flow = Flow(self.config, path, self.mesh, self.view.say)
             self._flow.resume(self.mesh.version, same=not self.directory.changed)
@@ -383,13 +338,8 @@ class Run:
         try:
             await whole(self.mesh.down())
         finally:
-            for log in (self._metrics, self._samples):
-                if log is not None:
-                    log.close()
-
-
-def _fractions(names: Sequence[str]) -> dict[str, float]:
-    return {name: names.count(name) / len(names) for name in sorted(set(names))}
+            if self._rows is not None:
+                self._rows.close()
 
 
 @asynccontextmanager
