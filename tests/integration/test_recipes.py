@@ -8,6 +8,7 @@ pairs. The seed is 0 throughout.
 from __future__ import annotations
 
 import asyncio
+import typing
 from pathlib import Path
 
 import pytest
@@ -104,7 +105,6 @@ def test_ppo_against_the_reward_model_gets_sums_right(preferred):
     assert preferred[1] >= 0.3
 
 
-@pytest.mark.slow
 def test_ppo_on_a_verified_reward_gets_sums_right(warm, tmp_path):
     assert train_ppo(warm, tmp_path, 4e-4, PPO_VERIFIED)[1] >= 0.3
 
@@ -134,7 +134,7 @@ def test_without_a_learning_rate_dpo_does_not(warm, tmp_path):
 # ---- distillation: reverse KL to the teacher down by 80%
 
 
-@pytest.mark.parametrize("lr", [4e-4, pytest.param(0.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("lr", [4e-4, 0.0])
 def test_distillation_comes_near_its_teacher(lr, warm, tmp_path):
     import distill
 
@@ -144,21 +144,29 @@ def test_distillation_comes_near_its_teacher(lr, warm, tmp_path):
     assert (last <= 0.2 * first) == (lr > 0), (first, last)
 
 
-# ---- GRPO: held-out reward up by 0.3
+# ---- GRPO and its variants: held-out reward up by 0.3
 
 
-@pytest.mark.slow
-def test_without_a_learning_rate_grpo_does_not(warm, tmp_path):
-    assert train_grpo(warm, tmp_path, 0.0) < 0.3
-
-
-def test_grpo_gets_sums_right(warm, tmp_path):
-    assert train_grpo(warm, tmp_path, 4e-4) >= 0.3
-
-
-def train_grpo(model: Path, folder: Path, lr: float) -> float:
+def train_grpo(model: Path, folder: Path, lr: float, algorithm: str = "grpo") -> float:
     import grpo
 
-    run(grpo.main(config(grpo, folder / "run", lr, GRPO_STEPS, model=str(model), prompts=32, samples=4)), folder)
+    changes = {"model": str(model), "algorithm": algorithm, "prompts": 32, "samples": 4}
+    run(grpo.main(config(grpo, folder / "run", lr, GRPO_STEPS, **changes)), folder)
     rewards = numbers(folder / "run", "held_out/reward")
     return rewards[-1] - rewards[0]
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "dapo", "dr_grpo", "rloo", "gspo", "cispo", "reinforce", "maxrl"])
+def test_grpo_and_each_variant_gets_sums_right(algorithm, warm, tmp_path):
+    assert train_grpo(warm, tmp_path, 4e-4, algorithm) >= 0.3
+
+
+def test_every_variant_that_the_option_names_is_among_those(recipes):
+    import grpo
+
+    mark = next(m for m in test_grpo_and_each_variant_gets_sums_right.pytestmark if m.name == "parametrize")
+    assert list(typing.get_args(grpo.Config.__annotations__["algorithm"])) == mark.args[1]
+
+
+def test_without_a_learning_rate_grpo_does_not(warm, tmp_path):
+    assert train_grpo(warm, tmp_path, 0.0) < 0.3
