@@ -49,6 +49,11 @@ from milkweed.environments.classes import tool_use as tool_use
 from milkweed.environments.classes import from_gym as from_gym
 from milkweed.environments.gyms import gymnasium_env as gymnasium_env
 from milkweed.environments.gyms import skyrl_env as skyrl_env
+from milkweed.environments.gyms import verifiers_env as verifiers_env
+from milkweed.environments.gyms import verifiers_prompts as verifiers_prompts
+from milkweed.environments.servers import nemo_gym_env as nemo_gym_env
+from milkweed.environments.servers import nemo_gym_prompts as nemo_gym_prompts
+from milkweed.environments.servers import openenv_env as openenv_env
 from milkweed.environments.tools import tool as tool
 from milkweed.environments.tools import Tool as Tool
 from milkweed.environments.session import python_tool as python_tool

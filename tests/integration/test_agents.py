@@ -115,12 +115,13 @@ def test_an_openai_agent_trains_through_the_gateway_and_its_tokens_replay(loop, 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["calculator", "guessing", "self_play", "code_tests", "agent", "judge"])
 def test_recipe_runs(recipe, tmp_path):
-    """Shown once, sampled and trained once, evaluated; nothing is learnt in so little."""
+    """Shown twice, sampled and trained once, evaluated, every sampled token replayed; nothing is learnt in so little."""
     assert len((RECIPES / f"{recipe}.py").read_text().splitlines()) <= 80
     small = "--shown 2 --steps 3 --eval-every 2 --prompts 4 --samples 4 --trainer.warmup-steps 1".split()
     small = ["--piles" if recipe == "self_play" and x == "--prompts" else x for x in small]
+    replayed = [str(Path(__file__).with_name("replayed.py")), str(tmp_path / "notes.jsonl"), str(RECIPES / f"{recipe}.py")]
     done = subprocess.run(
-        [sys.executable, str(RECIPES / f"{recipe}.py"), "--run-dir", str(tmp_path / "run"), *small],
+        [sys.executable, *replayed, "--run-dir", str(tmp_path / "run"), *small],
         cwd=tmp_path,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -134,3 +135,6 @@ def test_recipe_runs(recipe, tmp_path):
     # a player whose game ends before its turn sampled nothing; no other drop is in order
     odd = [k for k in trained if k.startswith("dropped") and k != "dropped/nothing was sampled"]
     assert not odd and trained["trajectories"] + trained.get("dropped/nothing was sampled", 0) >= 16
+    notes = [json.loads(line) for line in (tmp_path / "notes.jsonl").read_text().splitlines()]
+    assert {n["step"] for n in notes} >= {2} and sum(n["tokens"] for n in notes) > 50, "the batch and the evaluations"
+    assert max(n["worst"] for n in notes) < 1e-4, notes

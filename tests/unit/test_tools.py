@@ -163,7 +163,7 @@ def test_a_step_with_ill_tools_ends_in_time_with_all_accounted_for(tmp_path):
     )
     assert time.monotonic() - start < deadline + 10
     assert len(groups) == count and sum(drops(groups).values()) + sum(len(g.scored) for g in groups) == count
-    assert not drops(groups)
+    assert not drops(groups), [t.dropped for g in groups for t in g.trajectories if t.dropped]
     wells = [g.rewards for g in groups if "well" in g.prompt.messages[0]["content"]]
     assert wells and all(r == [1.0] for r in wells)
     assert set(sandbox.descendants(os.getpid())) <= before
