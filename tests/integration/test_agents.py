@@ -112,6 +112,32 @@ def test_an_openai_agent_trains_through_the_gateway_and_its_tokens_replay(loop, 
     loop.run(check())
 
 
+def stock_agent(task, base_url, api_key):
+    """smolagents' tool-calling agent, as its documentation shows it; a random model hardly ever calls well."""
+    from smolagents import OpenAIModel, ToolCallingAgent
+
+    model = OpenAIModel(model_id="policy", api_base=base_url, api_key=api_key)
+    agent = ToolCallingAgent(tools=[], model=model, max_steps=2, verbosity_level=0)
+    answer = agent.run(task.text)
+    return float(len(str(answer)) % 3)
+
+
+def test_somebody_elses_agent_as_it_is_trains_a_step_through_the_gateway(loop, live):
+    async def check():
+        async with mw.Gateway(live.mesh.rollout, live.mesh.chat, sampling=SAMPLING) as gateway:
+            groups = await live.sample(gateway.environment(stock_agent), live.render(TASKS[:2]), n=3)
+            trajectories = [t for g in groups for t in g.trajectories]
+            asked = [s.turns for t in trajectories for s in t.sequences]
+            assert sum(t.role == "assistant" for turns in asked for t in turns) >= 3 * len(trajectories), "two steps and an answer"
+            assert await worst_difference(live, groups) < 1e-4
+            before = live.step
+            await live.train(mw.batch(groups, mw.algorithms.grpo), mw.algorithms.grpo_loss())
+            await live.publish()
+            assert live.step == before + 1
+
+    loop.run(check())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["calculator", "guessing", "self_play", "code_tests", "agent", "judge"])
 def test_recipe_runs(recipe, tmp_path):

@@ -120,12 +120,25 @@ def test_completions_of_text_and_ids_join_by_their_ids(tmp_path):
     assert joined.loss_mask[len(ids) - 2 : len(ids)] == [False, False]
 
 
+def test_an_agent_that_demands_a_call_may_train_and_nobody_else_is_lied_to(tmp_path):
+    async def work(g, client, router, session):
+        named = {"type": "function", "function": {"name": "add"}}
+        for demand in ("required", named):
+            said = await client.chat.completions.create(model="any", messages=USER, tools=TOOLS, tool_choice=demand)
+            assert said.choices[0].message.content == "I will not"
+        async with openai.AsyncOpenAI(base_url=g.base_url, api_key=g.token, max_retries=0) as free:
+            with pytest.raises(openai.BadRequestError, match="its own to choose"):
+                await free.chat.completions.create(model="any", messages=USER, tools=TOOLS, tool_choice="required")
+
+    gateway(tmp_path, ["I will not", "I will not"], work)
+
+
 def test_what_cannot_be_honoured_is_refused_by_name(tmp_path):
     async def work(g, client, router, session):
         for bad, name in (
             ({"frequency_penalty": 0.5}, "frequency_penalty"),
             ({"top_logprobs": 3, "logprobs": True}, "top_logprobs"),
-            ({"tool_choice": "required", "tools": TOOLS}, "tool_choice"),
+            ({"tool_choice": "any", "tools": TOOLS}, "tool_choice"),
             ({"response_format": {"type": "json_object"}}, "response_format"),
             ({"max_tokens": 0}, "max_tokens"),
             ({"temperature": -1}, "temperature"),

@@ -283,7 +283,7 @@ class Gateway:
 
     async def _chat_completions(self, request: Request, session: Session | None) -> Response:
         body = await self._body(request)
-        wire.check_fields(body)
+        wire.check_fields(body, fixed=session is not None and session.fixed)
         messages, tools = body.get("messages"), wire.tools_of(body)
         if not isinstance(messages, list) or not messages:
             raise Refused("messages must be a list of at least one message", param="messages")

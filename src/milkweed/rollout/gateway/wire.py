@@ -51,15 +51,19 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Fields that are taken only where they change nothing."""
 
 
-def check_fields(body: dict[str, Any]) -> None:
-    """Raises Refused for a field whose value cannot be honoured."""
+def check_fields(body: dict[str, Any], *, fixed: bool = False) -> None:
+    """Raises Refused for a field whose value cannot be honoured. `fixed` takes a demand for a tool call as leave to make
+    one: decoding that forces a call would not sample what is trained."""
     for name, values in NEUTRAL.items():
         if body.get(name) not in values:
             raise Refused(f"{name} = {str(body[name])[:60]} is not supported here", param=name)
     choice = body.get("tool_choice")
-    if choice not in (None, "auto", "none"):
+    demands = choice == "required" or isinstance(choice, dict)
+    if choice not in (None, "auto", "none") and not (fixed and demands):
         raise Refused(
-            'tool_choice can be "auto" or "none": what the policy calls is its own to choose', param="tool_choice"
+            'tool_choice can be "auto" or "none": what the policy calls is its own to choose (the session of a '
+            'trajectory takes "required" and a function\'s name too, as "auto")',
+            param="tool_choice",
         )
 
 
