@@ -50,6 +50,34 @@ def test_R3_the_score_is_of_the_whole_answer():
         assert [verify(t, "1") for t in ("137", "1", "31", "1.5")] == [0.0, 1.0, 0.0, 0.0]
 
 
+@pytest.mark.parametrize("nothing", [None, "", "  \n", r"\boxed{}", r"\boxed{", "$$", "\\", "\x00", "no idea", "\ud800"])
+def test_R3_nothing_said_is_worth_nothing_and_no_error(nothing):
+    assert [v(nothing, "5") for v in (exact, numeric, mathematical)] == [0.0] * 3
+    assert multiple_choice(nothing, "A") == 0.0 and not math_equal(nothing, "5")
+
+
+def test_R3_a_prompt_without_an_answer_is_refused():
+    for verify in (exact, numeric, mathematical, multiple_choice):
+        with pytest.raises(ValueError, match="None"):
+            verify("None", None)
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        ("<think>is it \\boxed{41}?</think> \\boxed{42}", 1),
+        ("<think>it is \\boxed{42}</think> I do not know", 0),
+        ("maybe 41, \\boxed{41} <answer>42</answer>", 1),
+        ("<answer>41</answer> no: <answer> \\boxed{42} </answer>", 1),
+        ("#### 42", 1),
+        ("The answer is not 41. It is 42.", 1),
+        ("The answer is 42, not 41.", 1),
+    ],
+)
+def test_R6_what_is_said_after_thinking_and_within_answer_tags_counts(text, right):
+    assert mathematical(text, "42") == right
+
+
 def test_R4_box_on_either_side_only():
     assert mathematical(r"so \boxed{5}", "5") == mathematical("5", r"\boxed{5}") == 1.0
     assert mathematical(r"\boxed{5}", r"$\boxed{5}$") == 1.0
@@ -119,6 +147,23 @@ def test_R11_bold(text):
         ("$5$ and $6$", "5"),
         ("9^9^9^9", "9"),
         ("", ""),
+        ("2^{100}", "2^{100}+1"),
+        ("100!", "100!+1"),
+        ("10^{50}", "10^{50}+1"),
+        ("123456789012345678901234567890", "123456789012345678901234567891"),
+        (r"\sqrt{2}\cdot 10^{30}", r"\sqrt{2}\cdot 10^{30}+1"),
+        ("1010_2", "1010"),
+        ("12_2", "12"),
+        ("5%", "$5"),
+        ("$5", "€5"),
+        ("x+y=12", "12"),
+        ("3+4=8", "8"),
+        (r"\infty", r"-\infty"),
+        ("inf", "5"),
+        ("1 < x < 2", r"1 \le x < 2"),
+        ("\\", "5"),
+        ("}{", "5"),
+        ("=", "5"),
     ],
 )
 def test_R12_unequal_things_are_not_equal(a, b):
@@ -203,6 +248,28 @@ def test_R15_expressions_as_people_type_them(a, b):
         ("3x+4y=12", "y = 3 - 3x/4"),
         (r"(-\infty,1)\cup(2,\infty)", r"(2,\infty)\cup(-\infty,1)"),
         (r"\begin{bmatrix} 1 \\ 2 \end{bmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
+        (r"6.02 \times 10^{23}", "6.02e23"),
+        ("2^{64}-1", "18446744073709551615"),
+        (r"\frac{100!}{98!}", "9900"),
+        ("1010_2", "10"),
+        ("FF_{16}", "255"),
+        (r"\log_2 8", "3"),
+        ("infinity", r"\infty"),
+        (r"(-inf, 3)", r"(-\infty, 3)"),
+        (r"\emptyset", r"\varnothing"),
+        (r"\{\}", "\u2205"),
+        (r"2 > x > 1", "1 < x < 2"),
+        (r"\sin 30^\circ", "1/2"),
+        ("0.333...", "1/3"),
+        ("0.1666...", "1/6"),
+        (r"0.\dot{3}", "1/3"),
+        ("0.(3)", "1/3"),
+        ("3+4 = 7", "7"),
+        ("x = 2+3 = 5", "5"),
+        ("= 7", "7"),
+        ("5 dollars", "$5"),
+        (r"\{x \mid x>3\}", r"\{x | x > 3\}"),
+        (r"\lvert -3 \rvert", "3"),
     ],
 )
 def test_R18_the_same_answer_written_otherwise(a, b):
@@ -254,6 +321,13 @@ def test_R18_tolerance_is_asked_for_by_name():
         ("A) yes\nB) no\n\nB", "B"),
         ("I think a cat", None),
         ("the answer is A or B", None),
+        ("Answer: b", "B"),
+        ("<answer>C</answer>", "C"),
+        ("C - because it rains", "C"),
+        ("\u201cB\u201d", "B"),
+        ("Both A and B", None),
+        ("not A", None),
+        ("The answer is not A but D", "D"),
         ("", None),
     ],
 )

@@ -10,13 +10,14 @@ _TEXT = re.compile(
     r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mathsf|mbox|operatorname\*?|bm|boldsymbol)\s*\{"
 )
 _MARKER = re.compile(
-    r"(?:final\s+answer|answer)\s*(?:\([^)\n]{0,40}\))?[*_]*\s*(?:\bis\b|\bequals\b|:|=)"
+    r"(?:final\s+answer|answer)\s*(?:\([^)\n]{0,40}\))?[*_]*\s*(?:\bis\b(?!\s+not\b)|\bequals\b|:|=)"
     r"\s*[*_]*\s*:?\s*(?P<rest>[^\n]+)",
     re.IGNORECASE,
 )
 _MATH = re.compile(
     r"(?<!\\)\$\$(.+?)(?<!\\)\$\$|\\\[(.+?)\\\]|(?<![\\$])\$(?!\s)([^$\n]+?)(?<![\\\s])\$|\\\((.+?)\\\)", re.DOTALL
 )
+_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 _BOLD = re.compile(r"(\*\*|__)(?=\S)(.+?)(?<=\S)\1")
 NUMBER = re.compile(
     r"(?<![\w.])[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?"
@@ -28,7 +29,7 @@ _MINUS = dict.fromkeys(map(ord, "\u2212\u2010\u2011\u2012\u2013\u2014\ufe63\uff0
 _SIGNS = {
     0x00D7: r"\times ", 0x22C5: r"\cdot ", 0x00B7: r"\cdot ", 0x00F7: "/", 0x2215: "/", 0x2044: "/", 0x03C0: r"\pi ",
     0x221E: r"\infty ", 0x00B1: r"\pm ", 0x222A: r"\cup ", 0x2264: r"\le ", 0x2265: r"\ge ", 0x00B0: r"^\circ ",
-    0x2208: r"\in ", 0x2260: r"\ne ",
+    0x2208: r"\in ", 0x2260: r"\ne ", 0x2205: r"\emptyset ", 0x2223: "|",
 }  # fmt: skip
 
 
@@ -94,14 +95,22 @@ def _open_boxes(text: str) -> str:
     return text
 
 
-def answer_in(completion: str) -> str | None:
-    r"""The text of the answer that a completion gives, by what marks it most clearly: the last box; what follows the
-    last `####`; what follows the last "answer is" or "answer:"; the last bold text; the last formula; a line that
-    stands alone; the last number. None where there is nothing.
+def said(completion: str | None) -> str:
+    """What a completion says once it has thought: the text after the last `</think>`, and of that only what stands in
+    the last `<answer>` tags where there are any. Empty for None."""
+    text = (completion or "").rpartition("</think>")[2]
+    tagged = _TAGGED.findall(text)
+    return (tagged[-1] if tagged else text).strip()
+
+
+def answer_in(completion: str | None) -> str | None:
+    r"""The text of the answer that a completion gives (see `said`), by what marks it most clearly: the last box; what
+    follows the last `####`; what follows the last "answer is" or "answer:"; the last bold text; the last formula; a
+    line that stands alone; the last number. None where there is nothing.
 
     One answer is chosen and stands, right or wrong: trying several would reward listing them.
     """
-    text = completion.strip()
+    text = said(completion)
     if not text:
         return None
     box = last_box(text)
@@ -147,6 +156,7 @@ def _sentence(text: str) -> str:
     if bold:
         return bold.group(2)
     cut = re.split(r"(?<![.\s])\.(?:\s+(?=[A-Z])|\s*$)", text, maxsplit=1)[0]
+    cut = re.split(r",?\s+(?:not|instead of|rather than|because|since)\b", cut, maxsplit=1)[0]
     if _prose(cut):
         numbers = list(NUMBER.finditer(cut.translate(_MINUS)))
         return numbers[0].group(0) if numbers else cut
@@ -176,6 +186,10 @@ def level(text: str) -> str:
     text = re.sub(r"(?<!\\)\\[!,;:>]|(?<!\\)\\ |\\q?quad\b|~|\u00a0", " ", text)
     text = re.sub(r"(\d)\{,\}(\d)", r"\1,\2", text)
     text = re.sub(r"\\[dtc]frac\b", r"\\frac", text)
+    text = re.sub(r"\\(?:mid|[lr]?vert)(?![A-Za-z])", "|", text)
+    text = re.sub(r"\\varnothing\b|\bempty set\b|\\\{\s*\\\}", r"\\emptyset", text)
+    text = re.sub(r"(log\s*_)\s*(\w)(?![\w}])", r"\1{\2}", text)  # \log_2 8: no two numbers side by side
+    text = re.sub(r"(?<![\\A-Za-z])(?:infinity|inf)\b", r"\\infty", text, flags=re.IGNORECASE)
     while match := _TEXT.search(text):
         end = closing(text, match.end() - 1)
         if end < 0:

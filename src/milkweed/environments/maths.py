@@ -32,6 +32,8 @@ _CURRENCY = re.compile(
     r"^\s*(-?)\s*(?:\\\$|\$|€|£|¥|USD|EUR|GBP)\s*(?=-?[\d.])|(?<=\d)\s*(?:\\\$|€|£|¥|USD|EUR|GBP)$"
 )
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d*)?(?:[eE][-+]?\d+)?")
+_EQUALS = r"(?<![<>!=:])=(?!=)"
+_BASED = re.compile(r"(\d[0-9A-Z]*|[0-9A-F]{2,})_\{?(\d{1,2})\}?")
 _LABEL = re.compile(
     r"^\s*(\(\s*[a-z](?:\s*,\s*[a-z])+\s*\)"
     r"|\\?[A-Za-z]+(?:_\{?\w+\}?)?(?:\s*\(\s*[a-z](?:\s*,\s*[a-z])*\s*\))?)"
@@ -40,7 +42,7 @@ _LABEL = re.compile(
 _NAMES = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|log|ln|pi|theta|alpha|beta|gamma|lambda|infty"
 
 
-def mathematical(completion: str, answer: Any) -> float:
+def mathematical(completion: str | None, answer: Any) -> float:
     """1.0 where the completion's answer (see `extract.answer_in`) equals `answer` mathematically, else 0.0.
 
     `answer` is text (LaTeX or plain, boxed or not), a number, or a list of which one must match.
@@ -48,12 +50,19 @@ def mathematical(completion: str, answer: Any) -> float:
     if isinstance(answer, (list, tuple)):
         return max((mathematical(completion, a) for a in answer), default=0.0)
     given = answer_in(completion)
-    return float(given is not None and math_equal(given, str(answer)))
+    return float(given is not None and math_equal(given, str(given_reference(answer))))
 
 
-def math_equal(given: str, reference: str) -> bool:
-    """Whether the two answers, each an expression or a list of them, say the same. Neither may be empty."""
-    a, b = (level(last_box(t) or t) for t in (given, str(reference)))
+def given_reference(answer: Any) -> Any:
+    """`answer`; ValueError where it is None: a prompt without an answer cannot be judged."""
+    if answer is None:
+        raise ValueError("the reference answer is None: this prompt has no answer to compare with")
+    return answer
+
+
+def math_equal(given: str | None, reference: str) -> bool:
+    """Whether the two answers, each an expression or a list of them, say the same. Neither may be empty, and None is."""
+    a, b = (level(last_box(t) or t) for t in (given or "", str(reference)))
     if not a or not b:
         return False
     return _same(a, b, 0)
@@ -69,12 +78,15 @@ def _same(a: str, b: str, depth: int) -> bool:
         return False
     if _word(a) or _word(b):
         return _choice(a) == _choice(b)
+    a, b = _result(a), _result(b)
     a, b, same = _without_labels(a, b)
     if not same:
         return False
     lists = [_elements(t) for t in (a, b)]
     if lists[0] is not None or lists[1] is not None:
         return _same_lists(lists[0] or ("one", [a]), lists[1] or ("one", [b]), depth)
+    if _equation(a) != _equation(b):
+        return False  # an equation is not the number on its right
     if _relation(a) or _relation(b) or "begin{" in a or "begin{" in b:
         return _by_library(a, b)
     return _same_scalar(a, b)
@@ -110,6 +122,23 @@ def _without_labels(a: str, b: str) -> tuple[str, str, bool]:
     elif second and not _relation(a):
         b = b[second.end() :]
     return a, b, bool(a.strip() and b.strip())
+
+
+def _equation(text: str) -> bool:
+    return bool(re.search(_EQUALS, text))
+
+
+def _result(text: str) -> str:
+    """`3 + 4 = 7` and `= 7` as 7: what stands last in an equation without variables whose sides are equal."""
+    sides = [s.strip() for s in re.split(_EQUALS, text)]
+    last = sides.pop()
+    if not sides or not last or re.search(r"[<>]|\\(?:leq?|geq?|neq?|lt|gt|in)\b", text):
+        return text
+    label = _LABEL.match(text)
+    name, sides = (label.group(), sides[1:]) if label and len(sides) > 1 else ("", sides)
+    if any(re.search(r"[A-Za-z,]", re.sub(r"\\[A-Za-z]+", "", s)) or "begin" in s for s in sides):
+        return text
+    return name + last if all(not s or _same_scalar(s, last) for s in sides) else text
 
 
 def _relation(text: str) -> bool:
@@ -158,7 +187,7 @@ def _split(text: str, separator: str) -> list[str]:
     pattern = re.compile(separator)
     while i < len(text):
         c = text[i]
-        if c == "\\" and text[i + 1 : i + 2] in "{}":
+        if c == "\\" and text[i + 1 : i + 2] in ("{", "}"):
             depth += 1 if text[i + 1] == "{" else -1
             i += 2
             continue
@@ -208,10 +237,12 @@ def _same_lists(a: tuple[str, list[str]], b: tuple[str, list[str]], depth: int) 
 
 
 def _same_scalar(a: str, b: str) -> bool:
+    a, b = _in_radians(a), _in_radians(b)
     (a, unit_a), (b, unit_b) = _unit(a), _unit(b)
+    percent_a, percent_b = (bool(re.search(r"\\?%\s*$|\bpercent\s*$", t)) for t in (a, b))
+    unit_a, unit_b = unit_a or "%" * percent_a, unit_b or "%" * percent_b
     if unit_a and unit_b and unit_a != unit_b:
         return False
-    percent_a, percent_b = (bool(re.search(r"\\?%\s*$|\bpercent\s*$", t)) for t in (a, b))
     bare_a, bare_b = (re.sub(r"\s*(?:\\?%|\bpercent)\s*$", "", t) for t in (a, b))
     if percent_a or percent_b:
         if percent_a == percent_b:
@@ -223,8 +254,20 @@ def _same_scalar(a: str, b: str) -> bool:
     return _same_value(a, b, Fraction(1), Fraction(1))
 
 
+def _in_radians(text: str) -> str:
+    r"""`\sin 30^\circ` with the angle as a number; degrees elsewhere are a unit."""
+    if not re.search(r"(?:sin|cos|tan|cot|sec|csc)", text):
+        return text
+    return re.sub(r"(\d+(?:\.\d+)?)\s*\^\s*\{?\\circ\}?", r"(\1 \\cdot \\frac{\\pi}{180})", text)
+
+
 def _unit(text: str) -> tuple[str, str]:
-    text = _CURRENCY.sub(lambda m: m.group(1) or "", text.strip())
+    money = _CURRENCY.search(text)
+    if money:
+        sign = money.group().strip().strip("-\\ ")
+        text = _CURRENCY.sub(lambda m: m.group(1) or "", text.strip())
+        return text, {"$": "dollar", "USD": "dollar", "€": "euro", "EUR": "euro", "£": "GBP"}.get(sign, sign)
+    text = text.strip()
     text = re.sub(r"\s*\^\s*\{?\\circ\}?\s*[CF]?$", " degrees", text)
     match = _UNIT.search(text)
     if not match:
@@ -245,12 +288,23 @@ def number(text: str) -> Fraction | None:
         return None if part is None else (-1 if mixed[1] == "-" else 1) * (int(mixed[2]) + part)
     if mixed and (part := re.fullmatch(r"(\d+)\s*/\s*(\d+)", mixed[3])) and int(part[2]):
         return (-1 if mixed[1] == "-" else 1) * (int(mixed[2]) + Fraction(int(part[1]), int(part[2])))
-    repeating = re.fullmatch(r"([-+]?)(\d*)\.(\d*)\\overline\{?(\d+)\}?", text)
+    repeating = (
+        re.fullmatch(r"([-+]?)(\d*)\.(\d*)(?:\\(?:overline|bar|dot)\s*\{?|\()(\d+)[})]?", text)
+        or re.fullmatch(r"([-+]?)(\d*)\.(\d*?)(?:(\d)\4{2,}|(\d{2,}?)\5+)(?:\.{3}|\\[lc]?dots)", text)
+    )
     if repeating:
-        sign, whole, head, tail = repeating.groups()
+        sign, whole, head, *tails = repeating.groups()
+        tail = next(t for t in tails if t)
         value = Fraction(int(whole or 0)) + Fraction(int(head or 0), 10 ** len(head))
         value += Fraction(int(tail), (10 ** len(tail) - 1) * 10 ** len(head))
         return -value if sign == "-" else value
+    power = re.fullmatch(r"([-+]?[\d.,]+)(?:\\times|\\cdot|[x*])10\^\{?([-+]?\d{1,4})\}?", text.replace(" ", ""))
+    if power and (head := number(power[1])) is not None:
+        return head * Fraction(10) ** int(power[2])
+    based = _BASED.fullmatch(text)
+    if based:
+        digits, base = based[1], int(based[2])
+        return Fraction(int(digits, base)) if 2 <= base <= 36 and max(int(d, 36) for d in digits) < base else None
     fraction = _fraction(text)
     if fraction is not None:
         sign, top, bottom = fraction
@@ -305,6 +359,8 @@ def _same_value(a: str, b: str, times_a: Fraction, times_b: Fraction) -> bool:
         x, y = x * times_a, y * times_b
         error = abs(x - y)
         return x == y or (times_a == times_b == 1 and (close_decimal(a, error) or close_decimal(b, error)))
+    if any(_BASED.fullmatch(t) for t, value in ((a, x), (b, y)) if value is None):
+        return False  # digits that its base has not: the parser would leave the base out
     if any(re.search(r"\d\s+\d", t) for t, value in ((a, x), (b, y)) if value is None):
         return False  # two numbers side by side are not their product
     from milkweed.environments import symbolic

@@ -37,10 +37,13 @@ def same(a: str, b: str, times_a: Fraction = Fraction(1), times_b: Fraction = Fr
     if _too_big(x) or _too_big(y):
         return bool(x == y)
     if not symbols:
-        value_x, value_y = _value(x), _value(y)
+        rounded = x.has(sympy.Float) or y.has(sympy.Float)
+        # exact numbers are compared to digits after the point, however many stand before it
+        digits = PRECISION + (0 if rounded else max(_places(x), _places(y)))
+        value_x, value_y = _value(x, digits), _value(y, digits)
         if value_x is None or value_y is None:
             return bool(x == y)
-        if _close(value_x, value_y, x.has(sympy.Float) or y.has(sympy.Float)):
+        if _close(value_x, value_y, rounded):
             return True
         difference = abs(value_x - value_y)
         return bool(difference.is_real) and any(close_decimal(t, difference) for t in (a, b))
@@ -75,7 +78,13 @@ def by_library(a: str, b: str) -> bool:
         return x.shape == y.shape and all(_same_entries(p, q) for p, q in zip(x, y, strict=True))
     if any(isinstance(e, sympy.Basic) and _too_big(e) for e in (x, y)):
         return bool(x == y)
+    if isinstance(x, sympy.And) and isinstance(y, sympy.And) and _relations(x) == _relations(y):
+        return True  # 1 < x < 2 and 2 > x > 1
     return bool(verify(x, y, timeout_seconds=None) and verify(y, x, timeout_seconds=None))
+
+
+def _relations(chain: Any) -> set[Any]:
+    return {r.canonical for r in chain.args}
 
 
 def _same_equation(x: Any, y: Any) -> bool:
@@ -122,6 +131,7 @@ def to_latex(text: str) -> str:
     text = _call(text, r"\^\s*(?=\()", "^")
     text = re.sub(r"\^\s*(-?\d+(?:\.\d+)?)", r"^{\1}", text)
     text = re.sub(r"(\d)\s*[x×]\s*(10\s*\^)", r"\1 \\times \2", text)
+    text = re.sub(r"(\d)[eE]([-+]?\d+)(?![\d.A-Za-z])", r"\1 \\times 10^{\2}", text)
     return re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
 
 
@@ -149,12 +159,20 @@ def _differs_in_symbols(x: Any, y: Any) -> bool:
     return any(sympy.simplify(e).free_symbols & odd for e in (x, y))
 
 
-def _value(expression: Any) -> Any:
+def _value(expression: Any, digits: int = PRECISION) -> Any:
     try:
-        value = sympy.N(expression.doit(), PRECISION)
+        value = sympy.N(expression.doit(), digits)
     except Exception:  # sympy raises many kinds where a function is not defined
         return None
     return value if value.is_number and value.is_finite and not value.has(sympy.nan, sympy.zoo) else None
+
+
+def _places(expression: Any) -> int:
+    """Digits before the decimal point, at most LARGEST."""
+    value = _value(expression, 15)
+    if value is None or abs(value) < 1:
+        return 0
+    return int(min(sympy.N(sympy.log(abs(value), 10), 15), LARGEST)) + 1
 
 
 def _real(value: Any) -> bool:
@@ -162,10 +180,13 @@ def _real(value: Any) -> bool:
 
 
 def _close(x: Any, y: Any, rounded: bool) -> bool:
-    """Relative, so that two tiny numbers are not equal for being tiny."""
+    """Relative for small numbers, so that two are not equal for being tiny; for large ones too where they are rounded,
+    else absolute, so that two are not equal for being large."""
     scale = max(abs(x), abs(y))
     if scale == 0:
         return True
+    if not rounded and scale > 1:
+        scale = sympy.Integer(1)
     return bool(abs(x - y) <= scale * sympy.Float("1e-6" if rounded else "1e-25"))
 
 

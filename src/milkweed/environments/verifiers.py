@@ -1,5 +1,8 @@
 r"""Verifiers: how right a completion is, as a number between 0 and 1. Plain functions `(completion, answer) -> float`.
 
+A completion that is None or empty answers nothing and is worth 0; a reference answer that is None is a fault of the
+data, and raises ValueError.
+
 `by_answer(verifier)` makes a reward of one, for `single_turn`:
 
 >>> env = single_turn(by_answer(mathematical))
@@ -15,14 +18,14 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
-from milkweed.environments.extract import NUMBER, answer_in, last_box, level
-from milkweed.environments.maths import close_decimal, math_equal, mathematical, number
+from milkweed.environments.extract import NUMBER, answer_in, last_box, level, said
+from milkweed.environments.maths import close_decimal, given_reference, math_equal, mathematical, number
 from milkweed.types import Prompt
 
 Verifier = Callable[..., float]
 
 
-def exact(completion: str, answer: Any, *, ignore_case: bool = False) -> float:
+def exact(completion: str | None, answer: Any, *, ignore_case: bool = False) -> float:
     """1.0 where the completion is the answer, but for Unicode forms, line ends and white space around each line's end
     and around the whole."""
 
@@ -31,11 +34,11 @@ def exact(completion: str, answer: Any, *, ignore_case: bool = False) -> float:
         text = "\n".join(line.rstrip() for line in text.split("\n")).strip()
         return text.casefold() if ignore_case else text
 
-    want = plain(answer)
-    return float(bool(want) and plain(completion) == want)
+    want = plain(given_reference(answer))
+    return float(bool(want) and completion is not None and plain(completion) == want)
 
 
-def numeric(completion: str, answer: Any, *, relative: float = 0.0, absolute: float = 0.0) -> float:
+def numeric(completion: str | None, answer: Any, *, relative: float = 0.0, absolute: float = 0.0) -> float:
     r"""1.0 where the number that the completion gives (boxed, after "answer", or the last one) equals `answer`.
 
     Numbers are compared as exact fractions: 1,000 = 1000 = 1e3, 50% = 0.5 = 1/2 = \frac12, with currency signs and
@@ -75,7 +78,7 @@ def _number(text: str) -> Fraction | None:
     return value / 100 if value is not None and percent else value
 
 
-def multiple_choice(completion: str, answer: Any, *, choices: Sequence[str] = "ABCDEFGHIJ") -> float:
+def multiple_choice(completion: str | None, answer: Any, *, choices: Sequence[str] = "ABCDEFGHIJ") -> float:
     r"""1.0 where the completion chooses the letter `answer`: `\boxed{\text{E}}`, `(E)`, `**E.** because`, `E) 12`,
     `The answer is E`. The last choice that is marked as one counts; letters in the prose around it do not."""
     want = _letter(str(answer), choices, whole=True)
@@ -84,8 +87,11 @@ def multiple_choice(completion: str, answer: Any, *, choices: Sequence[str] = "A
     return float(_chosen(completion, choices) == want)
 
 
-def _chosen(completion: str, choices: Sequence[str]) -> str | None:
-    text = completion.strip()
+_STRAIGHT = str.maketrans("\u2018\u2019\u201c\u201d", "''\"\"")
+
+
+def _chosen(completion: str | None, choices: Sequence[str]) -> str | None:
+    text = said(completion).translate(_STRAIGHT)
     box = last_box(text)
     if box is not None:
         return _letter(box, choices)
@@ -93,21 +99,25 @@ def _chosen(completion: str, choices: Sequence[str]) -> str | None:
     # a choice stands alone: brackets, stars or a point around it, never a letter or an apostrophe
     alone = rf"(?:\*\*|__)?[(\[\"'`$]?(?:\\text\{{)?(?P<c>{letters})(?![A-Za-z0-9'’])"
     lead = r"(?i:option|choice|choose|select|pick|answer)"
-    marked = list(re.finditer(rf"{lead}(?i:\s*(?:is|are|:|=|option|choice|would be|must be|\*|\s)+)\s*{alone}", text))
+    said_so = rf"{lead}(?i:\s*(?:is|are|:|=|option|choice|would be|must be|\*|\s)+)\s*"
+    marked = list(re.finditer(rf"{said_so}(?:{alone}|(?i:(?P<small>{letters}))(?=[\s.)*]*(?:$|\n)))", text))
     if marked:
         more = rf"[)\]*.\s]*(?:or|and|/|,|&)\s*[(\[*]*(?:{letters})(?![A-Za-z0-9'’])"
-        return None if re.match(more, text[marked[-1].end() :]) else marked[-1]["c"]
+        letter = marked[-1]["c"] or next(c for c in choices if c.casefold() == marked[-1]["small"].casefold())
+        return None if re.match(more, text[marked[-1].end() :]) else letter
     for pattern in (rf"(?:\*\*|__)\s*[(\[]?(?P<c>{letters})[)\].:]?(?=[\s*_).:])", rf"\((?P<c>{letters})\)"):
         found = list(re.finditer(pattern, text))
         if found:
             return found[-1]["c"]
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     for line in reversed(lines):
-        start = re.match(rf"{alone}(?:[).\]:*\"'`$}}]+(?:\s|$)|\s*$)", line)
+        start = re.match(rf"{alone}(?:[).\]:*\"'`$}}]+(?:\s|$)|\s+[-\u2013\u2014]\s|\s*$)", line)
         if start:
             return start["c"]
-    end = re.search(rf"(?:^|[\s(*:])(?P<c>{letters})[).*]*$", text)
-    return end["c"] if end else _letter(text, choices, whole=True)
+    end = re.search(rf"(?P<denied>(?:\b(?i:and|or|nor|not)|[,&/])\s*)?(?:^|(?<=[\s(*:,&/]))(?P<c>{letters})[).*]*$", text)
+    if end:
+        return None if end["denied"] else end["c"]
+    return _letter(text, choices, whole=True)
 
 
 def _letter(text: str, choices: Sequence[str], whole: bool = False) -> str | None:
