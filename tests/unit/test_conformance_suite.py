@@ -1,5 +1,6 @@
 """The conformance suite itself: it must fail what is wrong, and tell unsupported from refused."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -7,6 +8,36 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))
 from conformance_suite import Case, Unsupported, decode, load_cases, run  # noqa: E402
+
+
+ROWS = {
+    "A": "1 2 3 4 6 7 9 10 11 12 14 15 17 20 21",
+    "G": "1 3 4 5 6 8",
+    "L": "1 2 4 5 6 8 10 12 14 15 17 18 20 21 23 25 26",
+    "K": "1 3 4",
+    "T": "1 2 3 5 6 7 8 10 13 14 17 18 19 20 21 22 23 24 25 26",
+    "S": "1 3 4 5 6 7 8 9 10 11 13 14 15 16 18 19 20",
+    "R": "1 3 4 5 6 7 9 11 12 14 15 16 18 19 20 22 23",
+    "W": "1 2 3 5 6 7 8 9 10",
+}
+"""Every row of the list of reports that the suite restates."""
+
+
+def test_every_row_is_a_case_or_held_by_a_test_that_exists_or_listed_with_its_reason():
+    tests = Path(__file__).parents[1]
+    names = {n for f in tests.rglob("test_*.py") for n in re.findall(r"def (test_\w+)", f.read_text())}
+    page = (tests / "conformance" / "README.md").read_text()
+    held, yet = page.split("## Rows that other tests hold")[1].split("## Rows that do not apply yet")
+    assert not set(re.findall(r"`(test_\w+)`", held)) - names
+
+    def listed(part):
+        return {i for line in part.splitlines() if line[:3] != "|--" for i in re.findall(r"\b[A-Z]\d+\b", line.split("|")[1] if "|" in line else "")}
+
+    tested = {re.match(r"[A-Z]+\d+", c.id).group() for c in load_cases()}
+    tested |= {i for n in names for i in n.split("_")[1:] if re.fullmatch(r"[A-Z]\d+", i)}
+    rows = {letter + number for letter, numbers in ROWS.items() for number in numbers.split()}
+    assert rows - tested - listed(held) - listed(yet) == set()
+    assert listed(yet) & (tested | listed(held)) == set() and listed(held) | listed(yet) <= rows
 
 
 class Fixed:

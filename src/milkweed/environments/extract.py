@@ -18,6 +18,7 @@ _MATH = re.compile(
     r"(?<!\\)\$\$(.+?)(?<!\\)\$\$|\\\[(.+?)\\\]|(?<![\\$])\$(?!\s)([^$\n]+?)(?<![\\\s])\$|\\\((.+?)\\\)", re.DOTALL
 )
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+_LEAD = re.compile(r"^(?:so|thus|hence|therefore|then)\b[,:]?\s*", re.IGNORECASE)
 _BOLD = re.compile(r"(\*\*|__)(?=\S)(.+?)(?<=\S)\1")
 NUMBER = re.compile(
     r"(?<![\w.])[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?"
@@ -110,7 +111,7 @@ def answer_in(completion: str | None) -> str | None:
 
     One answer is chosen and stands, right or wrong: trying several would reward listing them.
     """
-    text = said(completion)
+    text = _LEAD.sub("", said(completion))
     if not text:
         return None
     box = last_box(text)
