@@ -2,8 +2,9 @@
 
     ./tools/run tools/bench_loop.py [--steps 20] [--json]
 
-`overhead` is the share of a step that is neither generation, reward, training nor weight update: the loop's own. Scoring
-that runs while engines still sample is generation's time, not counted twice.
+`overhead` is the share of a step that is neither generation, reward, training nor weight update: the loop's own. A step
+lasts from the end of the one before to its own, its metrics and samples written. Scoring that runs while engines still
+sample is generation's time, not counted twice.
 """
 
 from __future__ import annotations
@@ -56,15 +57,12 @@ def environment() -> dict[str, str]:
 def summary(rows: list[dict], began: float) -> dict[str, float]:
     """Medians over the steps after the second. `rows` are a run's metrics, `began` when the recipe was started (Unix time)."""
     steady = rows[2:]
-
-    def median(key: str) -> float:
-        return statistics.median(r[key] for r in steady)
-
     parts = ("generate", "reward", "train", "update")
-    overheads = [1 - sum(r[f"time/{p}"] for p in parts) / r["time/step"] for r in steady]
+    lasted = [after["time"] - before["time"] for before, after in zip(rows[1:], steady)]
+    overheads = [1 - sum(r[f"time/{p}"] for p in parts) / whole for r, whole in zip(steady, lasted, strict=True)]
     return {
-        "step_s": median("time/step"),
-        **{f"{p}_s": median(f"time/{p}") for p in parts},
+        "step_s": statistics.median(lasted),
+        **{f"{p}_s": statistics.median(r[f"time/{p}"] for r in steady) for p in parts},
         "overhead": statistics.median(overheads),
         "start_to_first_step_s": rows[0]["time"] - began,
     }

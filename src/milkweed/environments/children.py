@@ -254,7 +254,8 @@ class ScoringPool:
         self._given_up: dict[str, int] = {}
         self._changed = threading.Condition()
         self._closing = threading.Event()
-        self._busy_s, self._busy_since, self._running, self._scored, self._failed = 0.0, 0.0, 0, 0, 0
+        self._busy_s = self._busy_since = self._idle_at = 0.0
+        self._running = self._scored = self._failed = 0
         self._last_id = 0
         self._children: dict[int, Child] = {}
         self._threads = [
@@ -298,10 +299,11 @@ class ScoringPool:
         return done
 
     def stats(self) -> dict[str, float]:
-        """`busy_s` (seconds in which at least one item ran), `scored`, `failed`, `children` alive."""
+        """`busy_s` (seconds with an item running), `idle_at` (Unix time when the last ended), `scored`, `failed`..."""
         with self._changed:
             busy = self._busy_s + (time.monotonic() - self._busy_since if self._running else 0.0)
-            return {"busy_s": busy, "scored": self._scored, "failed": self._failed, "children": len(self._children)}
+            times = {"busy_s": busy, "idle_at": self._idle_at}
+            return times | {"scored": self._scored, "failed": self._failed, "children": len(self._children)}
 
     def collect_stats(self, max_wait_s: float = 5.0) -> tuple[list[Outcome], dict[str, float]]:
         """`collect` and `stats` in one answer."""
@@ -392,6 +394,7 @@ class ScoringPool:
             self._waiting[item.function] -= 1
             if not self._running:
                 self._busy_s += time.monotonic() - self._busy_since
+                self._idle_at = time.time()
             self._scored += outcome.error is None
             self._failed += outcome.error is not None
             self._done.append(outcome)

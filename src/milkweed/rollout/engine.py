@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from milkweed.errors import MilkweedError, TransferError
+from milkweed.fleet.memory import freeze
 from milkweed.rollout.checks import check_image, check_staged, folder_tensors, tied
 from milkweed.rollout.protocol import (
     Collected,
@@ -55,7 +56,7 @@ class RolloutEngine:
         self._commit_lock = asyncio.Lock()
         self._watcher: asyncio.Task[None] | None = None
         self._busy_since: float | None = None
-        self._busy_s = 0.0
+        self._busy_s = self._idle_at = 0.0
         self._requests = self._tokens = self._prompt_tokens = self._cached_tokens = 0
 
     # ---- life
@@ -76,6 +77,7 @@ class RolloutEngine:
             )
         )
         self._watcher = asyncio.create_task(self._watch(), name="watch the engine's processes")
+        freeze()
         return self.stats()
 
     async def close(self) -> None:
@@ -130,7 +132,11 @@ class RolloutEngine:
         while self._replies and self._running and (left := end - time.monotonic()) > 0:
             await self._wait(left)
         replies, self._replies = self._replies, []
+        began = time.monotonic()
         self._decode(replies)
+        if replies and self._busy_since is None:  # turning tokens into text is part of generation
+            self._busy_s += time.monotonic() - began
+            self._idle_at = time.time()
         return Collected(replies, self.stats())
 
     async def _wait(self, seconds: float) -> None:
@@ -161,6 +167,7 @@ class RolloutEngine:
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
             busy_s=busy,
+            idle_at=self._idle_at,
             start_s=engine.start_s if engine else 0.0,
             context_length=engine.context_length if engine else 0,
             pids={"engine": os.getpid()} | (engine.pids if engine else {}),
@@ -246,7 +253,7 @@ class RolloutEngine:
             return
         if not self._running and self._busy_since is not None:
             self._busy_s += time.monotonic() - self._busy_since
-            self._busy_since = None
+            self._busy_since, self._idle_at = None, time.time()
         self._reply(reply)
 
     def _reply(self, reply: EngineReply) -> None:

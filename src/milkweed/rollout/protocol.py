@@ -60,6 +60,7 @@ class EngineReply(msgspec.Struct, array_like=True, kw_only=True):
 
 class EngineStats(msgspec.Struct, kw_only=True):
     """`busy_s` is the wall time with at least one request running, `tokens` counts sampled tokens; both since start.
+    `idle_at` is when the last request ended (Unix time).
     `pids` are the engine's own processes by name."""
 
     version: PolicyVersion
@@ -71,6 +72,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     busy_s: float = 0.0
+    idle_at: float = 0.0
     start_s: float = 0.0
     context_length: int = 0
     pids: dict[str, int] = {}

@@ -349,6 +349,11 @@ class Router:
         flight, the time of the engine that was busy longest."""
         return self._busy_s + (self._stretch() if self._in_flight else 0.0)
 
+    @property
+    def idle_at(self) -> float:
+        """When the last request of any engine ended, measured there (Unix time)."""
+        return max((e.stats.idle_at for e in self._engines), default=0.0)
+
     def _stretch(self) -> float:
         return max((e.stats.busy_s - e.busy_at_start for e in self._engines), default=0.0)
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from milkweed.config import MeshConfig, load_mesh
-from milkweed.errors import ConfigError, DataError, MilkweedError, TransferError
+from milkweed.errors import ConfigError, DataError
 from milkweed.fleet import Fleet, Replica
+from milkweed.fleet.memory import freeze, thaw
 from milkweed.runs.sampling import first_leaf
 from milkweed.runs.weights import WeightPlane
 from milkweed.training.model import VALUE_HEAD, Head, has_value_head
@@ -158,6 +159,7 @@ async def up(
     except BaseException as error:
         await whole(live.down())
         raise (first_leaf(error) if isinstance(error, BaseExceptionGroup) else error) from None
+    freeze()
     return live
 
 
@@ -203,10 +205,11 @@ class Mesh:
 
     async def down(self) -> None:
         """End every process of the mesh and give back what it held. Safe to call twice."""
-        for part in (self.rollout, self.reward):
+        for part in (self.weights, self.rollout, self.reward):
             if part is not None:
                 await part.close()
         await self.fleet.stop()
+        thaw()
 
     async def __aenter__(self) -> Mesh:
         return self

@@ -27,7 +27,7 @@ class Rows:
 
     def sampled(self, step: int, groups: list[Group], began: float, generate: float, reward: float, more: dict[str, float]) -> None:
         """Begins the row of `step`, whose groups were asked for at `began` (monotonic) and took the engines `generate`
-        seconds, the scorers `reward`. Raises DataError where not one trajectory of them was scored, with the reasons."""
+        seconds, the scorers `reward` more after those. Raises DataError where not one trajectory of them was scored, with the reasons."""
         scored = [t for g in groups for t in g.scored]
         if not scored:
             reasons = "; ".join(sorted({t.dropped or "?" for g in groups for t in g.trajectories})[:5])

@@ -136,7 +136,10 @@ class Run:
 
     def _begin_row(self, groups: list[Group], began: float, busy: float, reward_busy: float) -> None:
         assert self.mesh.rollout is not None and self._flow is not None
-        reward = self.mesh.reward.busy_s - reward_busy if self.mesh.reward else 0.0
+        reward = 0.0
+        if self.mesh.reward is not None:  # what was scored while engines still sampled is their time, not the scorers'
+            alone = self.mesh.reward.idle_at - self.mesh.rollout.idle_at
+            reward = min(self.mesh.reward.busy_s - reward_busy, max(0.0, alone))
         self._rows.sampled(self.step + 1, groups, began, self.mesh.rollout.busy_s - busy, reward, self._flow.metrics())
 
     async def train(self, batch: Batch, loss: Loss, *, role: Literal["trainer", "critic"] = "trainer") -> dict[str, float]:

@@ -64,6 +64,7 @@ class WeightPlane:
         self._known: dict[str, str] = {}
         self._planned = False
         self._warned: set[str] = set()
+        self._settling: asyncio.Task[None] | None = None
         self.report: UpdateReport | None = None
         """What the engines said of the last update."""
 
@@ -149,6 +150,7 @@ class WeightPlane:
         Returns the seconds of each part, of the whole until the engines served (`update`), and `bytes`, `moved`.
         Raises TransferError where no engine got them; one that failed alone serves nothing until a later update.
         """
+        await self.settled()
         await self.plan(deadline_s)
         began = time.perf_counter()
         releases: list[asyncio.Future[None]] = []
@@ -182,7 +184,7 @@ class WeightPlane:
                 report, *_ = await asyncio.gather(commit, *after)
                 served, self.report = time.perf_counter(), report
             finally:
-                await self._hold_what_is_served(deadline_s)
+                self._settling = asyncio.create_task(self._hold_what_is_served(deadline_s))
         finally:
             await asyncio.gather(*releases)
         pull_s = max(s.seconds for s in staged.values())
@@ -277,6 +279,22 @@ class WeightPlane:
             await host.puller.call_one("receive", rank, number, data, deadline_s=left)
         done = await host.puller.call_one("complete", self._engines_of(host), deadline_s=deadline_s)
         return msgspec.structs.replace(done, seconds=time.perf_counter() - began)
+
+    async def settled(self) -> None:
+        """Waits until the hosts have made ready for the next version, which they do beside the loop once the engines
+        serve. A puller that was lost meanwhile is said; the next update does without it."""
+        settling, self._settling = self._settling, None
+        if settling is not None:
+            try:
+                await settling
+            except FleetError as error:
+                self._say(f"a host is not ready for the next version: {error}")
+
+    async def close(self) -> None:
+        """Stops what goes on beside the loop."""
+        if self._settling is not None:
+            self._settling.cancel()
+            await asyncio.gather(self._settling, return_exceptions=True)
 
     async def _hold_what_is_served(self, deadline_s: float) -> None:
         """Each engine keeps its hold on the version it serves, to roll back to, and on no other; the free slot is

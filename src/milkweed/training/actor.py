@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from milkweed.fleet.memory import freeze
 from milkweed.fleet.monarch_compat import Actor, endpoint
 from milkweed.training.config import TrainerConfig
 
@@ -34,6 +35,7 @@ class TrainerActor(Actor):
 
         def work() -> dict[str, Any]:
             self._rank = TrainerRank(model, config, run_dir=run_dir, optimise=optimise, head=head)
+            freeze()
             return self._rank.stats()
 
         return self._timed(work)

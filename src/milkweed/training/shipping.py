@@ -63,11 +63,18 @@ def ship(function: Callable[..., Any]) -> Shipped:
     finally:
         if by_value:
             cloudpickle.unregister_pickle_by_value(module)
-    try:
-        source = textwrap.dedent(inspect.getsource(inner if inspect.isroutine(inner) else type(inner)))
-    except (OSError, TypeError):
-        source = f"# the source of {name} is not available"
+    source = _source(getattr(inner, "__code__", None) or type(inner)) or f"# the source of {name} is not available"
     return Shipped(name, source, hashlib.sha256(source.encode()).hexdigest(), payload)
+
+
+@functools.lru_cache(maxsize=64)
+def _source(where: Any) -> str:
+    """The source of a code object or class; empty where there is none. Kept, since finding it takes milliseconds and a
+    function that is defined anew has a code object of its own."""
+    try:
+        return textwrap.dedent(inspect.getsource(where))
+    except (OSError, TypeError):
+        return ""
 
 
 @functools.lru_cache(maxsize=16)
