@@ -263,6 +263,13 @@ class Batch:
     temperature: float = 1.0
     """The policy's logits are divided by it, as the engine's were."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickled as arrays, in a fraction of the time that tensors take: a batch travels in every step."""
+        return {k: _frozen(v) if k != "extra" else {n: _frozen(x) for n, x in v.items()} for k, v in vars(self).items()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update({k: _thawed(v) if k != "extra" else {n: _thawed(x) for n, x in v.items()} for k, v in state.items()})
+
     @property
     def rows(self) -> int:
         return int(self.tokens.shape[0])
@@ -276,6 +283,21 @@ class Batch:
         """The batch of these rows only; `totals` stay those of the whole."""
         pick = {n: getattr(self, n)[rows] for n in self.tensors() if n not in self.extra}
         return Batch(**pick, extra={k: v[rows] for k, v in self.extra.items()}, totals=self.totals, temperature=self.temperature)
+
+
+def _frozen(value: Any) -> Any:
+    import torch
+
+    if isinstance(value, torch.Tensor) and value.dtype != torch.bfloat16:  # which numpy does not know
+        return value.detach().cpu().numpy()
+    return value
+
+
+def _thawed(value: Any) -> Any:
+    import numpy as np
+    import torch
+
+    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
 
 
 class PolicyOutput(Protocol):

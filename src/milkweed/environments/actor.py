@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from milkweed.environments.children import Item, Limits, Outcome, ScoringPool
+from milkweed.environments.children import Limits, ScoringPool
+from milkweed.environments.items import decode_items, encode
 from milkweed.fleet import Actor, concurrent_endpoint
 
 
@@ -16,14 +17,14 @@ class RewardActor(Actor):
         self._pool = ScoringPool(children, limits)
 
     @concurrent_endpoint
-    async def submit(self, items: list[Item], functions: dict[str, bytes], cancel: list[int]) -> None:
-        """Queue items. See `ScoringPool.submit`."""
-        self._pool.submit(items, functions, cancel)
+    async def submit(self, items: bytes, functions: dict[str, bytes], cancel: list[int]) -> None:
+        """Queue items (a list of Item as MessagePack). See `ScoringPool.submit`."""
+        self._pool.submit(decode_items(items), functions, cancel)
 
     @concurrent_endpoint
-    async def collect_stats(self, max_wait_s: float) -> tuple[list[Outcome], dict[str, float]]:
-        """Outcomes so far, after at most `max_wait_s`, and the pool's `stats`."""
-        return await asyncio.to_thread(self._pool.collect_stats, max_wait_s)
+    async def collect_stats(self, max_wait_s: float) -> bytes:
+        """Outcomes so far, after at most `max_wait_s`, and the pool's `stats`, as MessagePack."""
+        return encode(await asyncio.to_thread(self._pool.collect_stats, max_wait_s))
 
     @concurrent_endpoint
     async def close(self) -> None:

@@ -23,30 +23,12 @@ from typing import Any
 import msgspec
 
 from milkweed.environments import sandbox
+from milkweed.environments.items import Item, Outcome
 
 CHILD = Path(__file__).with_name("child.py")
 MAX_REPLY = 1 << 24
 KEPT = 16
 """Functions kept, those used last. Whoever submits may leave out half as many."""
-
-
-class Item(msgspec.Struct, frozen=True, array_like=True):
-    """One call of a reward function. `payload` is the pickled (args, kwargs)."""
-
-    id: int
-    function: str
-    payload: bytes
-    deadline_s: float
-
-
-class Outcome(msgspec.Struct, frozen=True, array_like=True):
-    """What came of an item: a reward, or `error` (words that follow "reward") and where it happened."""
-
-    id: int
-    reward: float | None = None
-    parts: dict[str, float] = {}
-    error: str | None = None
-    trace: str = ""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):

@@ -25,7 +25,8 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
 
-from milkweed.environments.children import KEPT, Item, Limits, Outcome, ScoringPool
+from milkweed.environments.children import KEPT, Limits, ScoringPool
+from milkweed.environments.items import Item, Outcome, decode_items, decode_outcomes, encode
 from milkweed.errors import FleetError, RewardError
 from milkweed.types import Prompt
 
@@ -63,7 +64,9 @@ class LocalWorker:
 
     async def call_one(self, endpoint: str, *args: Any, deadline_s: float) -> Any:
         async with asyncio.timeout(deadline_s):
-            return await asyncio.to_thread(getattr(self._pool, endpoint), *args)
+            if endpoint == "submit":
+                return self._pool.submit(decode_items(args[0]), *args[1:])
+            return encode(await asyncio.to_thread(getattr(self._pool, endpoint), *args))
 
     def close(self) -> None:
         self._pool.close()
@@ -212,7 +215,7 @@ class Scorer:
         cancelled, lane.cancelled = lane.cancelled, []
         try:
             self.calls += 1
-            await lane.worker.call_one("submit", [j.item for j in jobs], new, cancelled, deadline_s=GRACE_S)
+            await lane.worker.call_one("submit", encode([j.item for j in jobs]), new, cancelled, deadline_s=GRACE_S)
         except (FleetError, TimeoutError) as error:
             self._lane_failed(lane, error)
 
@@ -221,7 +224,8 @@ class Scorer:
         while lane.out:
             try:
                 self.calls += 1
-                outcomes, lane.stats = await lane.worker.call_one("collect_stats", POLL_S, deadline_s=POLL_S + GRACE_S)
+                raw = await lane.worker.call_one("collect_stats", POLL_S, deadline_s=POLL_S + GRACE_S)
+                outcomes, lane.stats = decode_outcomes(raw)
             except (FleetError, TimeoutError) as error:
                 self._lane_failed(lane, error)
                 return

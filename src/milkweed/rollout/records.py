@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -49,6 +50,36 @@ class Pending:
         self.engine: Engine | None = None
         self.lost: list[str] = []
         """The engines that failed under it."""
+
+
+class Deadlines:
+    """Calls `late` for each sample that is still here when its time is over. One timer for all that end within the same
+    tenth of a second: thousands of timers are a good part of what a sample costs."""
+
+    def __init__(self, late: Callable[[Pending], None]) -> None:
+        self._late = late
+        self._due: dict[int, tuple[set[Pending], asyncio.TimerHandle]] = {}
+
+    def add(self, p: Pending, seconds: float) -> int:
+        """Returns what `discard` wants."""
+        loop = asyncio.get_running_loop()
+        tick = math.ceil((loop.time() + seconds) * 10)
+        if tick not in self._due:
+            self._due[tick] = (set(), loop.call_at(tick / 10, self._over, tick))
+        self._due[tick][0].add(p)
+        return tick
+
+    def discard(self, p: Pending, tick: int) -> None:
+        if tick in self._due:
+            waiting, timer = self._due[tick]
+            waiting.discard(p)
+            if not waiting:
+                timer.cancel()
+                del self._due[tick]
+
+    def _over(self, tick: int) -> None:
+        for p in self._due.pop(tick)[0]:
+            self._late(p)
 
 
 class Engine:

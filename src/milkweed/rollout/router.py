@@ -21,7 +21,7 @@ from milkweed.rollout.protocol import (
     decode_report,
     encode,
 )
-from milkweed.rollout.records import ByLoad, Engine, EngineReplica, Pending, UpdateReport
+from milkweed.rollout.records import ByLoad, Deadlines, Engine, EngineReplica, Pending, UpdateReport
 from milkweed.transfer.manifest import Staged
 from milkweed.types import Completion, PolicyVersion, Sampling
 
@@ -61,6 +61,7 @@ class Router:
         self._ids = itertools.count()
         self._in_flight = 0
         self._busy_s = 0.0
+        self._deadlines = Deadlines(lambda p: p.future.done() or p.future.set_exception(TimeoutError()))
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closed = False
         for engine in self._engines:
@@ -108,15 +109,16 @@ class Router:
         request = EngineRequest(f"r{next(self._ids)}", list(token_ids), sampling, who)
         p = Pending(request, asyncio.get_running_loop().create_future(), session)
         self._enter()
+        due = self._deadlines.add(p, deadline_s)
         try:
             self._place(p)
-            async with asyncio.timeout(deadline_s):
-                reply = await p.future
+            reply = await p.future
         except TimeoutError:
             where = p.engine.replica.name if p.engine else "rollout"
             cause = f"sample {who or request.id} was not done within {deadline_s:g} s"
             raise DeadlineExceeded(where, "hung", cause) from None
         finally:
+            self._deadlines.discard(p, due)
             self._drop(p)
             self._leave()
         if reply.error is not None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from milkweed.errors import ConfigError, DataError, MilkweedError
+from milkweed.fleet.memory import freeze
 from milkweed.observe.view import View
 from milkweed.runs.config import RunConfig
 from milkweed.runs.directory import INVOCATION, RunDirectory, default_directory
@@ -75,6 +76,7 @@ class Run:
     async def steps(self) -> AsyncIterator[int]:
         """The numbers of the steps still to do, 1 being the first. Each must train; a checkpoint is written every
         `checkpoint_every` steps and after the last."""
+        freeze()  # the prompts above all
         while self.step < self.config.steps:
             before = self.step
             yield before + 1
