@@ -43,6 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parting = commands.add_parser("diff", help="name the first step and quantity in which two runs part")
     parting.add_argument("one", type=Path)
     parting.add_argument("other", type=Path)
+    again = commands.add_parser("replay", help="train a run again from its ledger, and see that the same parameters come of it")
+    again.add_argument("folder", type=Path, help="a run directory")
+    again.add_argument("--mesh", default="", help="mesh file (default: the run's)")
+    again.add_argument("--steps", type=int, default=0, help="stop after this step (default: at the last checkpoint)")
     doctor = commands.add_parser("doctor", help="check this machine and its packages, and say how to mend what is wrong")
     doctor.add_argument("arguments", nargs=argparse.REMAINDER)
     plan = commands.add_parser("plan", help="what an update of the weights will move, link by link", add_help=False)
@@ -76,6 +80,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             print(difference := diff(arguments.one, arguments.other) or "no difference in the steps that both have")
             return 0 if difference.startswith("no ") else 1
+        if arguments.command == "replay":
+            from milkweed.runs.replay import main as replay_main
+
+            return replay_main(arguments.folder, mesh=arguments.mesh, steps=arguments.steps)
         from milkweed.doctor import main as check
 
         return check(arguments.arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 
 import milkweed as mw
 from milkweed.data.ledger import audit
+from milkweed.runs.replay import replay
 
 pytestmark = pytest.mark.stack
 RECIPE = Path(__file__).with_name("flow_recipe.py")
@@ -56,5 +58,7 @@ def test_a_run_one_step_off_is_killed_and_goes_on_with_nothing_lost_or_doubled(m
     assert report.trained + sum(report.dropped.values()) == report.issued and report.trained >= 9 * 8 * 4 * 0.9
     assert sorted(after) == list(range(1, 10)) and {r["version"].split(".")[0] for r in after.values()} == {"0", "1"}
     assert after[4]["loss"] == before[4]["loss"] and after[4]["grad_norm"] == before[4]["grad_norm"], "the lost step was trained again from the same samples"
+    again = asyncio.run(replay(folder))
+    assert again.same and again.parameters and (again.first, again.last) == (1, 9), again.text()
     held_out = [r["step"] for r in mw.read_metrics(folder) if "held_out/reward" in r]
     assert {0, 4, 8} <= set(held_out), "evaluations go on beside training, each under its own step"

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
+import platform
 from collections.abc import Callable, Coroutine, Sequence
+from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from milkweed.data.ledger import Issue, Ledger, Resumed
+from milkweed.data.ledger import Issue, Ledger, Model, Resumed
 from milkweed.errors import ConfigError, MilkweedError, TransferError
 from milkweed.runs.generator import Generator, Limits
 from milkweed.runs.lineage import Lineage
@@ -20,11 +24,11 @@ from milkweed.runs.sampling import Handle, sample_players
 from milkweed.types import Completion, Environment, Group, PolicyVersion, Prompt, Sampling, Trajectory
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from milkweed.data import PromptStream
     from milkweed.runs.config import RunConfig
     from milkweed.runs.mesh import Mesh
+    from milkweed.training import Trainer
+    from milkweed.types import Batch
 
 
 class Journal(Handle):
@@ -53,7 +57,7 @@ class Journal(Handle):
 
 
 class Flow:
-    """Made by a run that has a trainer and engines. `resume` first; `close` last."""
+    """Made by a run that has a trainer; engines only where it samples. `resume` first; `close` last."""
 
     def __init__(self, config: RunConfig, folder: Path, mesh: Mesh, say: Callable[[str], None], *, threaded: bool = True) -> None:
         self.config, self.mesh, self.say = config, mesh, say
@@ -82,6 +86,17 @@ class Flow:
         if r.held:
             whole = sum(len(h.finished) for h in r.held)
             self.say(f"the ledger holds {len(r.held)} groups: {whole} samples are kept, {sum(len(h.unfinished) for h in r.held)} begun again")
+
+    def describe(self, models: Sequence[Trainer | None]) -> None:
+        """Writes down what this life trains, so that it can be built again."""
+        import torch
+
+        stack = json.dumps({"torch": torch.__version__, "torchtitan": version("torchtitan"), "machine": platform.machine()})
+        for m in models:
+            if m is not None:
+                config = msgspec.json.encode(m.config).decode()
+                mesh = str(Path(self.mesh.config.origin).absolute())
+                self.ledger.model(Model(role=m.replica.role, folder=m.model, head=m.head, config=config, mesh=mesh, stack=stack))
 
     # ---- groups
 
@@ -191,6 +206,12 @@ class Flow:
             written = generator.trained(version) or written
         if not written:
             self.ledger.train(version, [])
+
+    def updated(self, model: Trainer, batch: Batch) -> None:
+        """`model` has just taken an optimiser step on `batch`: kept so that it can be taken again. After `trained`."""
+        assert model.loss_source is not None
+        numbers = {k: v for k, v in model.result.items() if k != "seconds"}
+        self.ledger.update(model.replica.role, model.version, batch, model.loss_source, model.peak_lr, numbers)
 
     def metrics(self) -> dict[str, float]:
         """Of the last batch and of what was not trained since the one before."""

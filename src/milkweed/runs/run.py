@@ -150,18 +150,20 @@ class Run:
         model = self.mesh.critic if role == "critic" else self.mesh.trainer
         if model is None:
             raise ConfigError(f"training needs the role {role} in the mesh")
-        before = self.step
+        before, own = self.step, model.version
         try:
             metrics = await whole(model.update(batch, loss))
         finally:  # an interrupted step may have been applied
             if self._flow is not None and self.step > before:
                 self._flow.trained(self.mesh.version)
+            if self._flow is not None and model.version != own:
+                self._flow.updated(model, batch)
         self._rows.trained(metrics, role)
         return metrics
 
     async def publish(self) -> dict[str, Any]:
         """Gives every engine the new weights and ends the step: its row of metrics is written and shown. Returns it."""
-        update = await self._flow.publish() if self._flow is not None else {}
+        update = await self._flow.publish() if self._flow is not None and self.mesh.rollout is not None else {}
         return self.log(update)
 
     def log(self, update: dict[str, float] | None = None) -> dict[str, Any]:
@@ -307,9 +309,11 @@ class Run:
                 self.view.say(f"resumed from checkpoint {self.step} of {self.directory.path}")
         path = self.directory.path
         self._rows = Rows(self.config, path, self.view, resumed_at=resumed_at, record=self.directory.record.config)
-        if self.mesh.rollout is not None and self.mesh.trainer is not None:
+        if self.mesh.trainer is not None:
             self._flow = Flow(self.config, path, self.mesh, self.view.say)
             self._flow.resume(self.mesh.version, same=not self.directory.changed)
+            self._flow.describe([self.mesh.trainer, self.mesh.critic])
+        if self.mesh.rollout is not None and self.mesh.trainer is not None:
             self.view.status("giving the engines the trainer's weights")
             await self.mesh.publish()
         self.view.status("")

@@ -114,7 +114,7 @@ class TrainerActor(Actor):
 
         def work() -> dict[str, Any]:
             state = self._rank.load(incarnation, step)
-            return {"state": state, "version": self._rank.version}
+            return {"state": state, "version": self._rank.version, "peak_lr": self._rank.peak_lr}
 
         return self._timed(work)
 

@@ -37,12 +37,19 @@ class Trainer:
     `publish_s` those of the last `publish`, all measured in the ranks.
     """
 
-    def __init__(self, replica: Replica, config: TrainerConfig, model: str | Path, *, deadline_s: float = 600.0) -> None:
-        self.replica, self.config, self.model, self.deadline_s = replica, config, str(model), deadline_s
+    def __init__(
+        self, replica: Replica, config: TrainerConfig, model: str | Path, *, head: Head = "policy", deadline_s: float = 600.0
+    ) -> None:
+        self.replica, self.config, self.model, self.head, self.deadline_s = replica, config, str(model), head, deadline_s
         self.version = PolicyVersion()
         self.busy_s = 0.0
         self.publish_s = 0.0
+        self.peak_lr = config.lr
+        """The peak learning rate of the next update."""
         self.loss_source: Shipped | None = None
+        """The loss of the last update."""
+        self.result: dict[str, float] = {}
+        """What the last update returned, also to a caller that was cancelled meanwhile."""
         self._one_at_a_time = asyncio.Lock()
 
     @classmethod
@@ -73,7 +80,7 @@ class Trainer:
         replica = await fleet.spawn(
             role, index, TrainerActor, procs=config.world_size, distributed=config.world_size > 1, deadline_s=deadline_s
         )
-        trainer = cls(replica, config, model)
+        trainer = cls(replica, config, model, head=head)
         try:
             place = str(run_dir) if run_dir else None
             await trainer._call("start", str(model), config, place, optimise, head, deadline_s=deadline_s)
@@ -90,20 +97,19 @@ class Trainer:
         and nothing has changed, where the batch trains no token), and the metrics that the loss returned. Raises
         StepRefused, with everything as it was, where loss or gradient is not finite or the loss function raises.
         """
-        shipped = self._ship(loss)
+        self.loss_source = shipped = ship(loss)  # anew every time, since what a cell's function closes over may have changed
+        return await self.update_shipped(batch, shipped.payload, clip_norm=clip_norm)
+
+    async def update_shipped(self, batch: Batch, loss: bytes, *, clip_norm: float | None = None) -> dict[str, float]:
+        """`update` with a loss as `shipping.ship` packed it, a recorded one say."""
 
         async def work() -> dict[str, float]:
-            answers = await self._call("update", batch, shipped.payload, clip_norm)
+            answers = await self._call("update", batch, loss, clip_norm)
             self.version = answers[0]["version"]
-            return {**answers[0]["metrics"], "seconds": max(a["metrics"]["seconds"] for a in answers)}
+            self.result = {**answers[0]["metrics"], "seconds": max(a["metrics"]["seconds"] for a in answers)}
+            return dict(self.result)
 
         return await self._whole(work)
-
-    def _ship(self, loss: Loss) -> Shipped:
-        """`loss` packed anew every time, since what a cell's function closes over may have changed; its source is kept."""
-        shipped = ship(loss)
-        self.loss_source = shipped
-        return shipped
 
     async def logprobs(self, batch: Batch) -> torch.Tensor:
         """`[rows, seq]` log-prob of each token under this policy at `batch.temperature`; 0 at a sequence's first."""
@@ -156,7 +162,7 @@ class Trainer:
 
         async def work() -> dict[str, Any] | None:
             answer = (await self._call("load", incarnation, step))[0]
-            self.version = answer["version"]
+            self.version, self.peak_lr = answer["version"], answer["peak_lr"]
             return None if answer["state"] is None else json.loads(answer["state"])
 
         return await self._whole(work)
@@ -257,7 +263,9 @@ class Trainer:
         """Make `lr` the peak learning rate from the next step on; warm-up and decay go on. Returns the next step's."""
 
         async def work() -> float:
-            return (await self._call("set_lr", lr))[0]
+            rate = (await self._call("set_lr", lr))[0]
+            self.peak_lr = lr
+            return rate
 
         return await self._whole(work)
 

@@ -2,6 +2,6 @@
 
 from milkweed.data.ledger.audit import Report, audit
 from milkweed.data.ledger.ledger import Ledger
-from milkweed.data.ledger.records import HeldGroup, Issue, Resumed
+from milkweed.data.ledger.records import HeldGroup, Issue, Model, Resumed
 
-__all__ = ["HeldGroup", "Issue", "Ledger", "Report", "Resumed", "audit"]
+__all__ = ["HeldGroup", "Issue", "Ledger", "Model", "Report", "Resumed", "audit"]

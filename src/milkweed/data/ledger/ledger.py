@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import hashlib
 import json
 import sqlite3
 import threading
@@ -19,12 +20,13 @@ from typing import Any
 
 import msgspec
 
-from milkweed.data.ledger.records import HeldGroup, Issue, Resumed, pack_trajectory, unpack_trajectory
+from milkweed.data.ledger.batches import pack_batch
+from milkweed.data.ledger.records import HeldGroup, Issue, Model, Resumed, pack_trajectory, unpack_trajectory
 from milkweed.data.ledger.resume import go_back
 from milkweed.data.ledger.schema import BUFFERED, CONSUMED, RUNNING, open_index
 from milkweed.data.ledger.segments import Segments
 from milkweed.errors import DataError
-from milkweed.types import Completion, PolicyVersion, Trajectory
+from milkweed.types import Batch, Completion, PolicyVersion, Trajectory
 
 WRITE_EVERY_S = 0.2
 MOST_WAITING = 50_000
@@ -42,6 +44,9 @@ _INSERT = {
     "dropped": "INSERT INTO dropped VALUES (?,?,?,?,?)",
     "trained": "INSERT INTO trained (number, sample, incarnation, step, place, lag, tokens) VALUES (?,?,?,?,?,?,?)",
     "step": "INSERT OR REPLACE INTO steps VALUES (?,?,?,?,?)",
+    "model": "INSERT OR REPLACE INTO models VALUES (?,?,?,?,?,?,?)",
+    "update": "INSERT OR REPLACE INTO updates VALUES (?,?,?,?,?,?,?,?)",
+    "loss": "INSERT OR IGNORE INTO losses VALUES (?,?,?,?,?)",
     "checkpoint": "INSERT OR REPLACE INTO checkpoints VALUES (?,?,?)",
     "checkpointed": "DELETE FROM held WHERE state=? AND (number, sample) IN (SELECT number, sample FROM trained WHERE lost=0 AND step<=?)",
 }
@@ -70,6 +75,8 @@ class Ledger:
         self._wake = threading.Event()
         self._writing = threading.Lock()
         self._turns: set[tuple[int, int]] = set()
+        self._losses: set[str] = set()
+        self._last_batch: tuple[bytes, tuple[int, int]] = b"", (0, 0)
         self._closed = False
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -135,6 +142,23 @@ class Ledger:
         self._add(rows)
         self._wake.set()  # a step is written at once: the less of it is lost, the less is done again
 
+    def model(self, made: Model) -> None:
+        """What this life trains as `made.role`."""
+        self._add([("model", (self.incarnation, made.role, made.folder, made.head, made.config, made.mesh, made.stack))])
+
+    def update(self, role: str, version: PolicyVersion, batch: Batch, loss: Any, peak_lr: float, result: dict[str, float]) -> None:
+        """The optimiser step of `role` that made its `version`: `loss` (a Shipped) on `batch`, which is copied, and the
+        numbers that came of it. From these the step can be taken again."""
+        name = hashlib.blake2b(loss.payload, digest_size=16).hexdigest()
+        rows: list[tuple[str, tuple[Any, ...]]] = []
+        if name not in self._losses:
+            self._losses.add(name)
+            rows.append(("loss", (name, loss.name, loss.sha256, msgspec.json.encode(loss.parts).decode(), loss.payload)))
+        copied = {key: tensor.clone() for key, tensor in batch.tensors().items()}
+        facts = (copied, dict(batch.totals), batch.temperature)
+        rows.append(("update", (role, version.step, version.incarnation, facts, name, peak_lr, json.dumps(result))))
+        self._add(rows)
+
     def checkpoint(self, version: PolicyVersion) -> None:
         """A whole checkpoint of `version` is there: what was trained up to it counts. Call `flush(durable=True)` before
         the checkpoint is written, so that none is ever ahead of the ledger."""
@@ -184,7 +208,8 @@ class Ledger:
         known_end = {
             segment: self._end(segment, offset)
             for segment, offset in self._index.execute(
-                "SELECT segment, max(offset) FROM (SELECT segment, offset FROM finished UNION ALL SELECT segment, offset FROM turns) GROUP BY segment"
+                "SELECT segment, max(offset) FROM (SELECT segment, offset FROM finished UNION ALL SELECT segment, offset FROM turns"
+                " UNION ALL SELECT segment, offset FROM updates) GROUP BY segment"
             )
         }
         cut = self._segments.cut(known_end)
@@ -285,6 +310,13 @@ class Ledger:
         if kind == "turn":
             number, sample, call, completion = row
             return kind, (number, sample, call, *self._segments.append(msgspec.msgpack.encode(completion)))
+        if kind == "update":
+            role, step, incarnation, facts, *rest = row
+            packed = pack_batch(*facts)
+            digest = hashlib.blake2b(packed, digest_size=16).digest()
+            if self._last_batch[0] != digest or self._last_batch[1][0] != self._segments.number:  # several updates on one batch
+                self._last_batch = digest, self._segments.append(packed)
+            return kind, (role, step, incarnation, *self._last_batch[1], *rest)
         return kind, row
 
     def _retain(self, step: int) -> None:
@@ -297,8 +329,8 @@ class Ledger:
             needed = self._index.execute(
                 "SELECT 1 FROM finished f WHERE segment=? AND (EXISTS (SELECT 1 FROM held h WHERE h.number=f.number AND h.sample=f.sample)"
                 " OR EXISTS (SELECT 1 FROM trained t WHERE t.number=f.number AND t.sample=f.sample AND t.lost=0 AND t.step>?))"
-                " UNION ALL SELECT 1 FROM turns WHERE segment=? LIMIT 1",
-                (segment, step - self.keep_steps, segment),
+                " UNION ALL SELECT 1 FROM turns WHERE segment=? UNION ALL SELECT 1 FROM updates WHERE segment=? AND step>? LIMIT 1",
+                (segment, step - self.keep_steps, segment, segment, step - self.keep_steps),
             ).fetchone()
             if needed is None:
                 self._index.execute("INSERT OR REPLACE INTO segments VALUES (?,?)", (segment, self._segments.remove(segment)))

@@ -25,6 +25,18 @@ class Issue(msgspec.Struct, frozen=True, kw_only=True):
     samples: int
 
 
+class Model(msgspec.Struct, frozen=True, kw_only=True):
+    """What a life trains as `role`: the folder it begins from, its head, its TrainerConfig as JSON, the mesh file, and
+    the packages that trained it as JSON."""
+
+    role: str
+    folder: str
+    head: str
+    config: str
+    mesh: str
+    stack: str
+
+
 class HeldGroup(msgspec.Struct, kw_only=True):
     """A group that is neither trained nor dropped: what is finished of it, by sample index, and what is not.
 

@@ -35,6 +35,7 @@ def go_back(index: sqlite3.Connection, segments: Segments, version: PolicyVersio
         index.execute("DELETE FROM checkpoints WHERE step > ?", (step,))
         if step:
             index.execute("INSERT OR REPLACE INTO checkpoints VALUES (?,?,?)", (step, version.incarnation, time.time()))
+        index.execute("DELETE FROM updates WHERE role='trainer' AND step > ?", (step,))
         again = _steps_after(index, step)
         index.execute("UPDATE trained SET lost=1 WHERE lost=0 AND step > ?", (step,))
         index.execute("DELETE FROM held WHERE (number, sample) IN (SELECT number, sample FROM trained WHERE lost=0)")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from milkweed.errors import DataError
 
-VERSION = 1
+VERSION = 2
 FILE = "index.sqlite"
 
 RUNNING, BUFFERED, CONSUMED = 0, 1, 2
@@ -42,6 +42,15 @@ CREATE INDEX trained_at ON trained (step, incarnation);
 CREATE TABLE steps (           -- again: the groups were those that this step had trained in an earlier life
     incarnation INTEGER, step INTEGER, again INTEGER NOT NULL, groups TEXT NOT NULL, note TEXT NOT NULL,
     PRIMARY KEY (incarnation, step)) WITHOUT ROWID;
+CREATE TABLE models (          -- what was trained in a life, and how it was laid out: enough to build it again
+    incarnation INTEGER, role TEXT, folder TEXT NOT NULL, head TEXT NOT NULL, config TEXT NOT NULL, mesh TEXT NOT NULL,
+    stack TEXT NOT NULL, PRIMARY KEY (incarnation, role)) WITHOUT ROWID;
+CREATE TABLE updates (         -- each optimiser step, by the role's own count: its batch, its loss, and what came of it
+    role TEXT, step INTEGER, incarnation INTEGER NOT NULL, segment INTEGER NOT NULL, offset INTEGER NOT NULL,
+    loss TEXT NOT NULL, peak_lr REAL NOT NULL, result TEXT NOT NULL, PRIMARY KEY (role, step)) WITHOUT ROWID;
+CREATE INDEX updates_in ON updates (segment, step);
+CREATE TABLE losses (          -- functions by the hash of what was sent to the trainer
+    payload_hash TEXT PRIMARY KEY, name TEXT NOT NULL, source_hash TEXT NOT NULL, parts TEXT NOT NULL, payload BLOB NOT NULL);
 CREATE TABLE checkpoints (step INTEGER PRIMARY KEY, incarnation INTEGER NOT NULL, at REAL NOT NULL);
 CREATE TABLE segments (        -- those that retention took away
     segment INTEGER PRIMARY KEY, bytes INTEGER NOT NULL);
