@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sglang_cpu import SGLANG, kv_copies
+from sglang_cpu import SGLANG, invariant, kv_copies
 from sglang_cpu.batching import cut
 
 import sgl_kernel
@@ -91,6 +91,43 @@ def test_kv_goes_to_the_host_pool_and_back_unchanged_in_both_layouts():
         back = torch.zeros(tokens, 2, 8)
         kv_copies.transfer_kv_per_layer_direct_pf_lf(pages, [back], target, source, layer, page)
         assert torch.equal(back[source], device[layer][source])
+
+
+@pytest.mark.parametrize("shape", [(64, 192), (256, 97), (768, 256)])
+def test_a_products_row_has_the_same_bits_among_any_other_rows(shape):
+    weight = torch.randn(shape[::-1], generator=torch.Generator().manual_seed(0)).t()
+    rows, bias = torch.randn(600, shape[0], generator=torch.Generator().manual_seed(1)), torch.ones(shape[1])
+    want = invariant.product(rows, weight)
+    torch.testing.assert_close(want, rows @ weight)
+    for first in (0, 7):
+        for n in [*range(1, 40), 64, 100, 127, 300, 511]:
+            some = rows[first : first + n]
+            assert torch.equal(invariant.product(some, weight), want[first : first + n]), n
+            assert torch.equal(invariant.product_plus(bias, some, weight), want[first : first + n] + bias), n
+
+
+@pytest.mark.parametrize(("size", "share"), [(16, 2), (64, 3)])
+def test_a_querys_attention_has_the_same_bits_decoded_prefilled_over_a_prefix_and_in_any_batch(size, share):
+    draw, heads, length, block = torch.Generator().manual_seed(size), 2, 300, invariant.BLOCK
+    keys, values = torch.randn(2, 1, heads, 3 * block, size, generator=draw)
+    queries = torch.randn(1, heads, length * share, size, generator=draw)
+    seen = (torch.arange(length) + 1).repeat_interleave(share)[None]
+    whole = invariant.attend(queries, keys, values, seen, 0.25)
+    plain = torch.nn.functional.scaled_dot_product_attention(
+        queries[:, :, ::share].contiguous(), keys[:, :, :length], values[:, :, :length], is_causal=True, scale=0.25
+    )
+    torch.testing.assert_close(whole[:, :, ::share], plain)
+    for place in (0, 1, 15, 16, 100, block - 1, block, block + 1, 255, 299):
+        for width in (1, 2, 9, 64):
+            cut = slice(place * share, min(place + width, length) * share)
+            upto = -(-min(place + width, length) // block) * block
+            some = invariant.attend(queries[:, :, cut], keys[:, :, :upto], values[:, :, :upto], seen[:, cut], 0.25)
+            assert torch.equal(some, whole[:, :, cut]), (place, width)
+        others = [torch.randn(5, heads, n, size, generator=draw) for n in (share, 3 * block, 3 * block)]
+        others[0][2], others[1][2], others[2][2] = queries[0, :, place * share : (place + 1) * share], keys[0], values[0]
+        sight = torch.full((5, share), 200)
+        sight[2] = place + 1
+        assert torch.equal(invariant.attend(*others, sight, 0.25)[2], whole[0, :, place * share : (place + 1) * share]), place
 
 
 def world(folder: Path, *, torch_cuda: str | None = None, **distributions: str) -> str:

@@ -40,6 +40,8 @@ class RunConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Further attempts at a trajectory whose environment, reward or engine failed."""
     keep_tokens_steps: int = 0
     """Steps for which the ledger keeps the tokens of what was trained; 0 keeps them all."""
+    deterministic: bool = False
+    """Make sampling a function of seed, prompt, sample and turn, whatever else the engines do; slower."""
     trajectory_deadline_s: float = 300.0
     """Seconds that one trajectory may take."""
     samples_logged: int = 4

@@ -20,7 +20,7 @@ from milkweed.data.ledger import Issue, Ledger, Model, Resumed
 from milkweed.errors import ConfigError, MilkweedError, TransferError
 from milkweed.runs.generator import Generator, Limits
 from milkweed.runs.lineage import Lineage
-from milkweed.runs.sampling import Handle, sample_players
+from milkweed.runs.sampling import Handle, sample_players, seeds
 from milkweed.types import Completion, Environment, Group, PolicyVersion, Prompt, Sampling, Trajectory
 
 if TYPE_CHECKING:
@@ -43,10 +43,10 @@ class Journal(Handle):
         self._last: tuple[int, Completion] | None = None
 
     async def sample(self, token_ids: Sequence[int], sampling: Sampling | None = None) -> Completion:
-        call = next(self._calls)
+        call, sampling = next(self._calls), self._seeded(sampling)
         if call < len(self._known):
             known = msgspec.msgpack.decode(self._known[call], type=Completion)
-            if known.prompt_ids == list(token_ids) and known.sampling == (sampling or self._sampling):
+            if known.prompt_ids == list(token_ids) and known.sampling == sampling:
                 return known
             self._known = []  # it took another way this time
         if self._last is not None:
@@ -140,7 +140,8 @@ class Flow:
 
         async def make(prompt: Prompt, issue: Issue, sample: int, attempt: int) -> Trajectory:
             known = turns.pop((issue.number, sample), ())
-            policy = (router, sampling, issue.group, self.mesh.reward, self.mesh.chat)
+            drawn = seeds(c.seed, issue.group, sample) if c.deterministic else None
+            policy = (router, sampling, issue.group, self.mesh.reward, self.mesh.chat, drawn)
             handle = Journal(*policy, ledger=self.ledger, number=issue.number, sample=sample, known=known)
             several = await sample_players(
                 env, prompt, lambda: handle, issue.group, sample, sampling=sampling, seed=c.seed, deadline_s=c.trajectory_deadline_s, retries=0

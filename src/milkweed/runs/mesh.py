@@ -54,6 +54,7 @@ async def up(
     critic: TrainerConfig | None = None,
     critic_model: str | Path | None = None,
     reward_model: str | Path | None = None,
+    deterministic: bool = False,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Mesh:
     """Bring a mesh up: processes started, the model folder loaded everywhere, ready to sample and train.
@@ -66,13 +67,17 @@ async def up(
     `critic`, the configuration of a value head trained on `critic_model` (default: `model`), whose checkpoints go to
     `run_dir`/critic; `reward_model`, the folder of a frozen one with a value head, as `head="value"` exports it.
 
-    Logs and checkpoints go to `run_dir`. `progress` hears what is being waited for. Raises ConfigError or DataError before any process starts where it can, FleetError where
+    `deterministic` puts the engines into SGLang's mode of that name: a sample with a seed is then the same alone and in
+    any company. Logs and checkpoints go to `run_dir`. `progress` hears what is being waited for. Raises ConfigError or DataError before any process starts where it can, FleetError where
     a process does not come up; nothing is left running then.
     """
     from milkweed.data import Chat
     from milkweed.training.config import TrainerConfig
 
     config = mesh if isinstance(mesh, MeshConfig) else load_mesh(mesh)
+    if deterministic:
+        engine = config.rollout.engine | {"enable_deterministic_inference": True}
+        config = msgspec.structs.replace(config, rollout=msgspec.structs.replace(config.rollout, engine=engine))
     unknown = set(roles) - set(ROLES)
     if unknown:
         raise ConfigError(f"roles: {', '.join(sorted(unknown))} is none of {', '.join(ROLES)}")

@@ -134,6 +134,7 @@ class Run:
             key=key,
             seed=self.config.seed,
             deadline_s=self.config.trajectory_deadline_s,
+            deterministic=self.config.deterministic,
         )
 
     def _begin_row(self, groups: list[Group], began: float, busy: float, reward_busy: float) -> None:
@@ -280,6 +281,7 @@ class Run:
                 trainer=trainer,
                 run_dir=directory.path,
                 roles=roles,
+                deterministic=config.deterministic,
                 **models,
                 progress=view.status,
             )

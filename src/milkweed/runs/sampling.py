@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
+
+import msgspec
 
 from milkweed.environments.classes import as_environment
 from milkweed.environments.conversation import Conversation, Limits, Reply
@@ -17,10 +20,14 @@ from milkweed.types import Completion, Environment, Group, Policy, Prompt, Sampl
 
 class Handle:
     """The policy as an environment sees it. `session` keeps a trajectory's turns (and a group's samples) on one
-    engine, where their prefix is cached; `scorer` is what rewards are run on; `template` is the model's `Chat`."""
+    engine, where their prefix is cached; `scorer` is what rewards are run on; `template` is the model's `Chat`; `seeds`
+    gives the seed of the n-th sample, for deterministic sampling."""
 
-    def __init__(self, router: Any, sampling: Sampling, session: str, scorer: Any = None, template: Any = None):
+    def __init__(
+        self, router: Any, sampling: Sampling, session: str, scorer: Any = None, template: Any = None, seeds: Callable[[int], int] | None = None
+    ):
         self._router, self._sampling, self._session, self.scorer, self._template = router, sampling, session, scorer, template
+        self._seeds, self._asked = seeds, itertools.count()
         self._threads: dict[str, Threads] = {}
         self._talks: list[Conversation] = []
 
@@ -32,7 +39,13 @@ class Handle:
     async def sample(self, token_ids: Sequence[int], sampling: Sampling | None = None) -> Completion:
         """One completion of `token_ids`. Raises DataError for a prompt that does not fit the context, FleetError
         when no engine is left, DeadlineExceeded when none answered in time."""
-        return await self._router.sample(token_ids, sampling or self._sampling, session=self._session)
+        return await self._router.sample(token_ids, self._seeded(sampling), session=self._session)
+
+    def _seeded(self, sampling: Sampling | None) -> Sampling:
+        sampling = sampling or self._sampling
+        if self._seeds is None or sampling.seed is not None:
+            return sampling
+        return msgspec.structs.replace(sampling, seed=self._seeds(next(self._asked)))
 
     async def chat(
         self, messages: Sequence[dict[str, Any]], *, tools: Sequence[Any] = (), sampling: Sampling | None = None, agent: str = ""
@@ -85,6 +98,11 @@ class Handle:
         if self._template is None:
             raise ConfigError("messages need the model's chat template: pass chat=Chat(model folder) to sample_groups")
         return self._template
+
+
+def seeds(seed: int, group: str, sample: int) -> Callable[[int], int]:
+    """The seed of each turn of a sample, from those of the run, the group and the sample."""
+    return lambda turn: int.from_bytes(hashlib.blake2b(f"{seed}/{group}/{sample}/{turn}".encode(), digest_size=6).digest())
 
 
 def failed(reason: str, prompt: Prompt, sampling: Sampling) -> Trajectory:
@@ -192,17 +210,20 @@ async def sample_groups(
     deadline_s: float = 600.0,
     sticky: bool = True,
     retries: int = 1,
+    deterministic: bool = False,
 ) -> list[Group]:
     """`samples` trajectories of every prompt, as groups in the order of `prompts`. An environment that returns several
     trajectories gives a group for each of its players (`agent`), the group's id ending in `#agent`.
 
     `key` (a run's step, say) makes group ids unique: `key/prompt id`. A trajectory whose environment raises, or passes
     `deadline_s`, comes back dropped with its reason; the others are not touched. A lost fleet is raised: with no
-    engine left there is nothing to go on with.
+    engine left there is nothing to go on with. `deterministic` draws each sample from a seed of its own, made of `seed`,
+    group, index and turn; the engines must be in deterministic mode.
     """
 
     def handle(group: str, index: int) -> Handle:
-        return Handle(router, sampling, group if sticky else f"{group}/{index}", scorer, chat)
+        drawn = seeds(seed, group, index) if deterministic else None
+        return Handle(router, sampling, group if sticky else f"{group}/{index}", scorer, chat, drawn)
 
     async def one(p: Prompt, g: str, i: int) -> list[Trajectory]:
         return await sample_players(

@@ -30,9 +30,13 @@ def _attention() -> None:
 
     @register_attention_backend(ATTENTION)
     def create(runner):
-        from sglang_cpu.attention import BatchedAttention
+        from sglang.srt.runtime_context import get_exec
 
-        return BatchedAttention(runner)
+        from sglang_cpu.attention import BatchedAttention
+        from sglang_cpu.invariant_attention import InvariantAttention
+
+        kind = InvariantAttention if get_exec().deterministic.enable_deterministic_inference else BatchedAttention
+        return kind(runner)
 
     # SGLang takes a Triton kernel for pages of more than one token, unless the backend is called torch_native
     def last_location(*args):
@@ -44,19 +48,19 @@ def _attention() -> None:
 
 
 def _determinism() -> None:
-    """Seeded sampling (`sampling_seed`) needs deterministic mode, which knows no CPU backend. Its batch-invariant GEMMs
-    are Triton kernels and stay off: runs are reproducible, not batch-invariant."""
+    """Deterministic mode knows no CPU backend; its batch-invariant products are Triton kernels. Here both are ours."""
     from sglang.srt.arg_groups import choices
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    names = ["torch_native", ATTENTION]
-    choices.add_deterministic_attention_backend_choices(names)
-    choices.add_radix_supported_deterministic_attention_backend_choices(names)
-    HookRegistry.register(
-        "sglang.srt.batch_invariant_ops.batch_invariant_ops.enable_batch_invariant_mode",
-        lambda *args, **kwargs: None,
-        HookType.REPLACE,
-    )
+    choices.add_deterministic_attention_backend_choices([ATTENTION])
+    choices.add_radix_supported_deterministic_attention_backend_choices([ATTENTION])
+
+    def enable(*args, **kwargs):
+        from sglang_cpu.invariant import enable
+
+        enable()
+
+    HookRegistry.register("sglang.srt.batch_invariant_ops.batch_invariant_ops.enable_batch_invariant_mode", enable, HookType.REPLACE)
 
 
 def _host_memory() -> None:
