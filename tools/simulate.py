@@ -55,6 +55,11 @@ class Plan(msgspec.Struct, kw_only=True):
     oversample: float
     steps: int
     seed: int
+    deaths_s: float = 0.0
+    restart_s: float = 30.0
+    fails: float = 0.0
+    rejects: float = 0.0
+    jitter: float = 0.0
     lengths: list[int] = []
 
     @property
@@ -77,6 +82,8 @@ class Outcome(msgspec.Struct, kw_only=True):
     trained_tokens_per_s: float
     generated_tokens: int
     masked: float
+    dropped: dict[str, int]
+    deaths: int
     lag: float
     engines_busy: float
     in_flight: int
@@ -85,6 +92,8 @@ class Outcome(msgspec.Struct, kw_only=True):
     lost: int
     doubled: int
     max_lag: int
+    over_bound: int
+    """Trained tokens over the bound, counted from the batches themselves."""
     virtual_s: float
     real_s: float
 
@@ -100,7 +109,7 @@ async def _run(plan: Plan, folder: Path) -> Outcome:
     loop = asyncio.get_running_loop()
     dice = random.Random(plan.seed)
     engines = [
-        EngineModel(f"rollout{i}", slots=plan.slots, token_s=plan.token_s, running_s=plan.running_s, length=lambda: plan.length(dice))
+        EngineModel(f"rollout{i}", slots=plan.slots, token_s=plan.token_s, running_s=plan.running_s, length=lambda: plan.length(dice), restart_s=plan.restart_s)
         for i in range(plan.engines)
     ]
     outstanding = math.ceil(plan.groups * (1 + plan.oversample)) * plan.samples * (plan.staleness + 1)
@@ -114,40 +123,61 @@ async def _run(plan: Plan, folder: Path) -> Outcome:
     prompts = [Prompt(id=f"p{i}", messages=[], token_ids=[1] * 32) for i in range(max(1000, plan.groups))]
     stream = PromptStream(prompts, seed=plan.seed)
 
+    async def kill() -> None:
+        while True:
+            await asyncio.sleep(dice.expovariate(plan.engines / plan.deaths_s))
+            dice.choice(engines).die()
+
+    def keep(group: Group) -> bool:
+        return dice.random() >= plan.rejects
+
+    EngineModel.deaths = 0
+    killer = asyncio.create_task(kill()) if plan.deaths_s else None
     flying = peak = 0
 
     async def env(prompt: Prompt, policy: Any) -> Any:
         nonlocal flying, peak
         flying += 1
         peak = max(peak, flying)
-        completion = await policy.sample(prompt.token_ids)
-        flying -= 1
+        try:
+            completion = await policy.sample(prompt.token_ids)
+        finally:
+            flying -= 1
         if plan.reward_s:
             await asyncio.sleep(plan.reward_s)
+        if dice.random() < plan.fails:
+            raise RuntimeError("chance")
         return completion.trajectory(reward=float(len(completion.token_ids) % 2))
 
     batches: list[tuple[float, int, int]] = []
     seen: dict[str, int] = {}
-    masked = 0
+    masked = over_bound = 0
     lag_sum = lag_count = 0
     real, cpu = time.perf_counter(), time.process_time()
     EngineModel.cpu_s = 0.0
     for step in range(plan.steps):
-        groups: list[Group] = await flow.take(env, stream, "train", groups=plan.groups, samples=plan.samples, sampling=Sampling(), keep=None)
+        groups: list[Group] = await flow.take(env, stream, "train", groups=plan.groups, samples=plan.samples, sampling=Sampling(), keep=keep if plan.rejects else None)
         began = time.process_time()
         trained = 0
         for t in (t for g in groups for t in g.scored):
             seen[t.id] = seen.get(t.id, 0) + 1
             trained += t.sampled
+            late = (s for s in t.versions if mesh.version.step - s.version.step > plan.staleness)
+            over_bound += sum(sum(t.loss_mask[s.start : s.end]) for s in late)
         row = flow.metrics()
         masked += int(row.get("masked_tokens", 0))
         lag_sum, lag_count = lag_sum + row["lag"], lag_count + 1
         batches.append((loop.time(), sum(len(g.scored) for g in groups), trained))
         EngineModel.cpu_s += time.process_time() - began  # the model trainer's, not the controller's
-        await mesh.train()
+        await mesh.train(dice.expovariate(1) * plan.jitter + 1 - plan.jitter)
         flow.trained(mesh.version)
         await flow.publish()
+        if step % 500 == 499:
+            await flow.before_checkpoint()
+            flow.after_checkpoint(mesh.version)
     await flow.delivered()
+    if killer is not None:
+        killer.cancel()
     end = loop.time()
     if step := mesh.version.step:
         await flow.before_checkpoint()
@@ -166,6 +196,8 @@ async def _run(plan: Plan, folder: Path) -> Outcome:
         trained_tokens_per_s=sum(n for *_, n in batches[skip + 1 :]) / period if len(batches) > skip + 1 else batches[0][2] / end,
         generated_tokens=generated,
         masked=masked / max(1, generated),
+        dropped=report.dropped,
+        deaths=EngineModel.deaths,
         lag=lag_sum / max(1, lag_count),
         engines_busy=sum(e.stats.busy_s for e in engines) / (plan.engines * end),
         in_flight=peak,
@@ -174,6 +206,7 @@ async def _run(plan: Plan, folder: Path) -> Outcome:
         lost=abs(report.issued - report.trained - sum(report.dropped.values()) - report.held) + len(report.problems),
         doubled=sum(n - 1 for n in seen.values()),
         max_lag=report.max_lag,
+        over_bound=over_bound,
         virtual_s=end,
         real_s=time.perf_counter() - real,
     )
@@ -231,6 +264,11 @@ def main() -> None:
     number("--train-s", type=float, help="seconds of training a step; default: as long as generation needs")
     number("--reward-s", type=float, default=0.0)
     number("--update-s", type=float, default=MESH_UPDATE_S)
+    number("--deaths-s", type=float, default=0.0, help="mean seconds between two deaths of an engine; 0: none die")
+    number("--restart-s", type=float, default=30.0, help="seconds until a dead engine serves again")
+    number("--fails", type=float, default=0.0, help="share of samples whose environment fails")
+    number("--rejects", type=float, default=0.0, help="share of groups that a filter turns away")
+    number("--jitter", type=float, default=0.0, help="share of the training time that is random")
     number("--staleness", type=int, default=2)
     number("--late", choices=("mask", "wait"), default="mask")
     number("--oversample", type=float, default=0.0)
@@ -269,6 +307,7 @@ def main() -> None:
         "doubled": one.doubled + sync.doubled,
         "step_s": one.step_s,
         "max_lag": one.max_lag,
+        "over_bound": one.over_bound,
         "masked": one.masked,
     }
     if a.json:
@@ -284,7 +323,7 @@ def report(plan: Plan, outcomes: dict[int, Outcome], bound_s: float) -> str:
         lines.append(
             f"staleness {staleness}: {o.step_s:8.2f} s a step ({bound_s / o.step_s:4.0%} of the bound), engines busy {o.engines_busy:4.0%}, "
             f"mean lag of a batch's oldest tokens {o.lag:.2f}, at most {o.max_lag}; tokens over the bound and not trained {o.masked:.2%}; "
-            f"at most {o.in_flight} in flight; controller {o.controller_core:.2f} core ({o.controller_us:.0f} us a sample); {o.real_s:.1f} s real for {o.virtual_s:.0f} s"
+            f"{f'{o.deaths} deaths; ' if o.deaths else ''}at most {o.in_flight} in flight; controller {o.controller_core:.2f} core ({o.controller_us:.0f} us a sample); {o.real_s:.1f} s real for {o.virtual_s:.0f} s"
         )
     best = min(outcomes, key=lambda k: (round(outcomes[k].step_s / bound_s, 2), k))
     slower = "the engines" if plan.engines_s > plan.train_s * 1.05 else "the trainer" if plan.train_s > plan.engines_s * 1.05 else "neither"

@@ -24,7 +24,12 @@ class EngineModel:
     cpu_s = 0.0
     """Processor time of all models, which is not the controller's."""
 
-    def __init__(self, name: str, *, slots: int, token_s: float, running_s: float, length: Callable[[], int]) -> None:
+    deaths = 0
+    """Of all models."""
+
+    def __init__(
+        self, name: str, *, slots: int, token_s: float, running_s: float, length: Callable[[], int], restart_s: float = 0.0
+    ) -> None:
         self.name, self.host = name, SimpleNamespace(name="host0")
         self.slots, self.token_s, self.running_s, self.length = slots, token_s, running_s, length
         self.stats = EngineStats(version=PolicyVersion(), state="serving", context_length=1 << 20)
@@ -39,6 +44,7 @@ class EngineModel:
         self._replies: list[EngineReply] = []
         self._waiter: asyncio.Future[None] | None = None
         self._paused_until = 0.0
+        self.restart_s = restart_s
 
     async def call_one(self, endpoint: str, *args: Any, deadline_s: float) -> Any:
         began = time.process_time()
@@ -84,6 +90,18 @@ class EngineModel:
         self._schedule()
         return CommitReport(ok=True, state="serving", version=version, seconds=seconds)
 
+    def die(self) -> None:
+        """Its process is killed: what it had is lost, and it serves again after `restart_s`."""
+        self._advance()
+        lost = [*(r for r, *_ in self._running.values()), *self._queue]
+        self._running.clear()
+        self._queue.clear()
+        self._replies += [EngineReply(id=r.id, finish_reason="error", error="the engine was killed", blame="engine") for r in lost]
+        self._paused_until = asyncio.get_running_loop().time() + self.restart_s
+        EngineModel.deaths += 1
+        self._schedule()
+        self._wake()
+
     async def _wait(self, within: float, linger: float) -> None:
         loop = asyncio.get_running_loop()
         self._waiter = loop.create_future()
@@ -120,6 +138,9 @@ class EngineModel:
         versions = [VersionSpan(a, b, v) for (a, v), (b, _) in zip(edges, edges[1:]) if b > a]
         self.stats.tokens += length
         self._replies.append(EngineReply(id=request.id, token_ids=[7] * length, logprobs=[-0.5] * length, finish_reason="stop", versions=versions))
+        self._wake()
+
+    def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -152,8 +173,8 @@ class SimulatedMesh:
         self.version = PolicyVersion()
         self.update_deadline_s = 1e7
 
-    async def train(self) -> None:
-        await asyncio.sleep(self.train_s)
+    async def train(self, factor: float = 1.0) -> None:
+        await asyncio.sleep(self.train_s * factor)
         self.version = PolicyVersion(self.version.incarnation, self.version.step + 1)
 
     async def publish(self, offered: Callable[[], None] = lambda: None) -> dict[str, float]:

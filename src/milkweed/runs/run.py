@@ -23,7 +23,7 @@ from milkweed.runs.flow import Flow
 from milkweed.runs.mesh import ROLES, Mesh, up, whole
 from milkweed.runs.rows import Rows
 from milkweed.runs.sampling import sample_groups
-from milkweed.types import Batch, Environment, Group, Loss, Prompt, Sampling
+from milkweed.types import Batch, Environment, Group, Loss, PolicyVersion, Prompt, Sampling
 
 if TYPE_CHECKING:
     import torch
@@ -47,6 +47,8 @@ class Run:
         self._began = time.monotonic()
         self._spent_before = 0.0
         self._flow: Flow | None = None
+        self._unsaved: PolicyVersion | None = None
+        """What a checkpoint is being written of."""
         self._rows: Any = None  # Rows, once it is open
 
     # ---- what a recipe calls
@@ -84,7 +86,9 @@ class Run:
                 raise MilkweedError(f"step {before + 1} ended without training: call run.train and run.publish in every step")
             every = self.config.checkpoint_every
             if self.step // every > before // every or self.step >= self.config.steps:
-                await self.checkpoint()
+                await self.checkpoint(wait=self.step >= self.config.steps)
+            elif self._unsaved is not None and await self.mesh.trainer.saved():  # type: ignore[union-attr]
+                self._counted()
 
     async def sample(
         self,
@@ -207,9 +211,11 @@ class Run:
         self._rows.held_out(step, groups, mean, len(rewards), time.monotonic() - began)
         return mean
 
-    async def checkpoint(self) -> None:
-        """Writes a checkpoint: parameters, optimiser, schedule, and where the data and the schedule of evaluation stand."""
+    async def checkpoint(self, *, wait: bool = True) -> None:
+        """Writes a checkpoint: parameters, optimiser, schedule, and where the data and the schedule of evaluation stand.
+        Without `wait` it is written while the run goes on; it counts once it is whole."""
         assert self.mesh.trainer is not None
+        await self._saved()
         self.view.status(f"writing checkpoint {self.step}")
         if self._flow is not None:
             await self._flow.before_checkpoint()
@@ -222,10 +228,22 @@ class Run:
         if self.mesh.critic is not None:  # first: the policy's checkpoint is the one that counts, and names the critic's
             await whole(self.mesh.critic.save())
             state["critic"] = self.mesh.critic.version.step
-        await whole(self.mesh.trainer.save(state))
-        if self._flow is not None:
-            self._flow.after_checkpoint(self.mesh.version)
+        await whole(self.mesh.trainer.save(state, wait=False))
+        self._unsaved = self.mesh.version
+        if wait:
+            await self._saved()
         self.view.status("")
+
+    async def _saved(self) -> None:
+        """Waits for the checkpoint that is being written, if one is."""
+        if self._unsaved is not None:
+            await whole(self.mesh.trainer.saved(wait=True))  # type: ignore[union-attr]
+            self._counted()
+
+    def _counted(self) -> None:
+        version, self._unsaved = self._unsaved, None
+        if self._flow is not None and version is not None:
+            self._flow.after_checkpoint(version)
 
     @property
     def spent_s(self) -> float:
@@ -301,6 +319,8 @@ class Run:
         if self.directory.existed and self.mesh.trainer is not None:
             saved = await self.mesh.trainer.load(life)
             resumed_at = 0
+            for step, why in self.mesh.trainer.broken.items():
+                self.view.say(f"checkpoint {step} cannot be read and is passed over: {why}")
             if saved is not None:
                 self._saved, self.resumed, resumed_at = saved, True, self.step
                 self.held_out = [(int(s), float(r)) for s, r in saved.get("held_out", [])]
@@ -331,6 +351,7 @@ class Run:
         """Take the mesh down and give up the directory; the last line says what came of the run."""
         if self._flow is not None:
             await self._flow.evaluated()
+            await self._saved()
         self.view.status("taking the mesh down")
         await self._close()
         self.view.status("")

@@ -109,12 +109,17 @@ class TrainerActor(Actor):
         return self._timed(lambda: self._rank.save(state))
 
     @endpoint
+    def saved(self, wait: bool) -> tuple[bool, float]:
+        """See TrainerRank.saved."""
+        return self._timed(lambda: self._rank.saved(wait=wait))
+
+    @endpoint
     def load(self, incarnation: int | None, step: int | None) -> tuple[dict[str, Any], float]:
         """See TrainerRank.load. The answer has the version besides."""
 
         def work() -> dict[str, Any]:
             state = self._rank.load(incarnation, step)
-            return {"state": state, "version": self._rank.version, "peak_lr": self._rank.peak_lr}
+            return {"state": state, "version": self._rank.version, "peak_lr": self._rank.peak_lr, "broken": self._rank.checkpoints.broken}
 
         return self._timed(work)
 

@@ -246,8 +246,15 @@ class TrainerRank:
         return self.checkpoints
 
     def save(self, state: str) -> str:
-        """Write a checkpoint of this version with the controller's `state` (JSON text) inside. Returns its folder."""
+        """Begin to write a checkpoint of this version with the controller's `state` (JSON text) inside. Returns its
+        folder; it is whole once `saved` says so."""
         return self._store().save(self.version, state, self.peak_lr)
+
+    def saved(self, *, wait: bool = False) -> bool:
+        """Whether this rank has written its part of what was saved last; with `wait`, until all have."""
+        if wait:
+            self._store().finish()
+        return self._store().done()
 
     def load(self, incarnation: int | None = None, step: int | None = None) -> str | None:
         """Go back to the latest whole checkpoint, or that of `step`; the state kept inside, or None where there is none.

@@ -214,7 +214,7 @@ def clip_grad_norm(parameters: list[torch.nn.Parameter], max_norm: float) -> flo
 
 
 def checkpointer(parallel: Parallel, optimizers: Any, schedule: Any, state: Any, folder: str, keep: int) -> Any:
-    """TorchTitan's CheckpointManager over `folder`/checkpoints, saving whenever asked."""
+    """TorchTitan's CheckpointManager over `folder`/checkpoints, saving whenever asked, by a thread."""
     from torchtitan.components.checkpointer import CheckpointManager
 
     return CheckpointManager.Config(
@@ -222,6 +222,7 @@ def checkpointer(parallel: Parallel, optimizers: Any, schedule: Any, state: Any,
         folder="checkpoints",
         interval=1,
         keep_latest_k=keep,
+        async_mode="async",
         last_save_model_only=False,
         initial_load_model_only=False,
     ).build(

@@ -46,6 +46,8 @@ class Trainer:
         self.publish_s = 0.0
         self.peak_lr = config.lr
         """The peak learning rate of the next update."""
+        self.broken: dict[int, str] = {}
+        """Checkpoints that the last `load` found unreadable and passed over, and why."""
         self.loss_source: Shipped | None = None
         """The loss of the last update."""
         self.result: dict[str, float] = {}
@@ -142,13 +144,24 @@ class Trainer:
 
         return await self._whole(work)
 
-    async def save(self, state: dict[str, Any] | None = None) -> str:
+    async def save(self, state: dict[str, Any] | None = None, *, wait: bool = True) -> str:
         """Write a checkpoint with `state` (the controller's, what JSON can say) inside, whole or not there. Returns its
-        folder."""
+        folder; without `wait` as soon as all is copied, and `saved` tells when it is whole."""
         text = json.dumps(state or {})
 
         async def work() -> str:
-            return (await self._call("save", text))[0]
+            folder = (await self._call("save", text))[0]
+            if wait:
+                await self._call("saved", True)
+            return folder
+
+        return await self._whole(work)
+
+    async def saved(self, *, wait: bool = False) -> bool:
+        """Whether the checkpoint saved last is whole; with `wait`, once it is. Raises what writing it raised."""
+
+        async def work() -> bool:
+            return all(await self._call("saved", wait))
 
         return await self._whole(work)
 
@@ -162,7 +175,7 @@ class Trainer:
 
         async def work() -> dict[str, Any] | None:
             answer = (await self._call("load", incarnation, step))[0]
-            self.version, self.peak_lr = answer["version"], answer["peak_lr"]
+            self.version, self.peak_lr, self.broken = answer["version"], answer["peak_lr"], answer["broken"]
             return None if answer["state"] is None else json.loads(answer["state"])
 
         return await self._whole(work)

@@ -7,7 +7,7 @@ import sqlite3
 import time
 
 from milkweed.data.ledger.records import HeldGroup, Issue, Resumed, unpack_trajectory
-from milkweed.data.ledger.schema import BUFFERED, RUNNING
+from milkweed.data.ledger.schema import BUFFERED, CONSUMED, RUNNING
 from milkweed.data.ledger.segments import Segments
 from milkweed.errors import DataError
 from milkweed.types import PolicyVersion
@@ -37,6 +37,8 @@ def go_back(index: sqlite3.Connection, segments: Segments, version: PolicyVersio
             index.execute("INSERT OR REPLACE INTO checkpoints VALUES (?,?,?)", (step, version.incarnation, time.time()))
         index.execute("DELETE FROM updates WHERE role='trainer' AND step > ?", (step,))
         again = _steps_after(index, step)
+        # what a checkpoint after this one had counted, which cannot be read any more, is held again
+        index.execute("INSERT OR IGNORE INTO held SELECT number, sample, ? FROM trained WHERE lost=0 AND step > ?", (CONSUMED, step))
         index.execute("UPDATE trained SET lost=1 WHERE lost=0 AND step > ?", (step,))
         index.execute("DELETE FROM held WHERE (number, sample) IN (SELECT number, sample FROM trained WHERE lost=0)")
         index.execute(
