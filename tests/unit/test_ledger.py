@@ -292,12 +292,15 @@ def test_diff_names_the_first_step_and_quantity_in_which_two_runs_part(tmp_path,
     assert "step 3: loss: 0.5 and 0.75" in capsys.readouterr().out
 
 
+KILLS = 100
+
+
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_a_run_killed_again_and_again_loses_and_doubles_nothing(tmp_path, staleness):
     dice = random.Random(staleness)
-    limits = Limits(groups=3, samples=2, staleness=staleness, steps=40)
+    limits = Limits(groups=3, samples=2, staleness=staleness, steps=200)
     saved, folder, told = PolicyVersion(), tmp_path / "0", {}
-    for life in range(20):
+    for life in range(KILLS + 1):
         durable = {}
 
         async def live():
@@ -321,7 +324,7 @@ def test_a_run_killed_again_and_again_loses_and_doubles_nothing(tmp_path, stalen
             await ledger.flush(durable=True)
             durable.update(sizes(folder))
             try:
-                async with asyncio.timeout(dice.expovariate(1 / 8) if life < 19 else 10**6):
+                async with asyncio.timeout(dice.expovariate(1 / 8) if life < KILLS else 10**6):
                     while world.version.step < limits.steps:
                         await world.step()
                         await ledger.flush(durable=dice.random() < 0.3)
@@ -329,13 +332,13 @@ def test_a_run_killed_again_and_again_loses_and_doubles_nothing(tmp_path, stalen
                             await ledger.flush(durable=True)
                             durable.update(sizes(folder))
                             saved = world.version
-                            if dice.random() < 0.8:
+                            if dice.random() < 0.8 or life == KILLS:
                                 ledger.checkpoint(world.version)
             except TimeoutError:
                 pass
             for now, groups in world.batches:
                 told.setdefault(now.step + 1, []).append((now.incarnation, tuple(t.id for g in groups for t in g.scored)))
-            if life == 19:
+            if life == KILLS:
                 await world.generator.close()
                 ledger.close()
                 return
@@ -344,14 +347,14 @@ def test_a_run_killed_again_and_again_loses_and_doubles_nothing(tmp_path, stalen
             ledger.close()
 
         run_virtual(live())
-        if life < 19:
+        if life < KILLS:
             shutil.rmtree(folder)
             folder = tmp_path / str(life + 1)
             report = audit(folder, tokens=False)
             assert report.agrees, report.text()
     report = audit(folder)
     assert report.agrees, report.text()
-    assert report.checkpoint == 40 and report.max_lag <= staleness and report.held == 0
+    assert report.checkpoint == 200 and report.max_lag <= staleness and report.held == 0
     assert report.trained + sum(report.dropped.values()) == report.issued
     final = [t for step in sorted(told) for t in told[step][-1][1]]
     assert len(final) == len(set(final)), "none is trained twice"

@@ -34,8 +34,7 @@ MOST_WAITING = 50_000
 
 _INSERT = {
     "issued": "INSERT INTO issued VALUES (?,?,?,?,?,?,?,?,?)",
-    "held": "INSERT INTO held VALUES (?,?,?)",
-    "state": "UPDATE held SET state=? WHERE number=? AND sample=?",
+    "held": "INSERT OR REPLACE INTO held VALUES (?,?,?)",
     "release": "DELETE FROM held WHERE number=? AND sample=?",
     "finished": "INSERT OR REPLACE INTO finished VALUES (?,?,?,?,?,?,?,?,?,?)",
     "turn": "INSERT OR REPLACE INTO turns VALUES (?,?,?,?,?)",
@@ -104,7 +103,7 @@ class Ledger:
         t = copy.copy(trajectory)
         rows: list[tuple[str, tuple[Any, ...]]] = [("finished", (number, t)), *self._no_turns(number, t.index)]
         if t.dropped is None:
-            rows.append(("state", (BUFFERED, number, t.index)))
+            rows.append(("held", (number, t.index, BUFFERED)))
         else:
             rows += self._drop(number, t.index, *split_reason(t.dropped))
         self._add(rows)
@@ -137,7 +136,7 @@ class Ledger:
         rows: list[tuple[str, tuple[Any, ...]]] = []
         for place, (number, sample, lag, tokens) in enumerate(samples):
             rows.append(("trained", (number, sample, version.incarnation, version.step, place, lag, tokens)))
-            rows.append(("state", (CONSUMED, number, sample)))
+            rows.append(("held", (number, sample, CONSUMED)))
         rows.append(("step", (version.incarnation, version.step, int(again), json.dumps(numbers), json.dumps(note or {}))))
         self._add(rows)
         self._wake.set()  # a step is written at once: the less of it is lost, the less is done again
@@ -279,45 +278,67 @@ class Ledger:
     def _commit(self, rows: list[tuple[str, tuple[Any, ...]]]) -> None:
         if not rows:
             return
-        ready = [self._prepare(kind, row) for kind, row in rows]
+        ready = [(kind, self._prepare(kind, row)) for kind, row in rows]
         self._segments.write()  # before the rows that speak of it
         execute = self._index.execute
         execute("BEGIN IMMEDIATE")
         try:
-            at = 0
-            while at < len(ready):  # runs of one kind go in one call
-                kind, end = ready[at][0], at + 1
-                while end < len(ready) and ready[end][0] == kind:
-                    end += 1
-                if kind == "retain":
-                    self._retain(ready[at][1][0])
-                else:
-                    self._index.executemany(_INSERT[kind], [row for _, row in ready[at:end]])
-                at = end
+            self._apply(ready)
         except BaseException:
             execute("ROLLBACK")
             raise
         execute("COMMIT")
 
-    def _prepare(self, kind: str, row: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
+    def _apply(self, ready: Sequence[tuple[str, tuple[Any, ...]]]) -> None:
+        """Rows of one table go in one call, and of what a sample's state came to be within these only the last: no order
+        between tables matters but that of what looks at several."""
+        tables: dict[str, list[tuple[Any, ...]]] = {}
+        states: dict[tuple[int, int], int | None] = {}
+
+        def flush() -> None:
+            for kind, rows in tables.items():
+                self._index.executemany(_INSERT[kind], rows)
+            gone = [key for key, state in states.items() if state is None]
+            self._index.executemany(_INSERT["held"], [(*key, state) for key, state in states.items() if state is not None])
+            self._index.executemany(_INSERT["release"], gone)
+            tables.clear()
+            states.clear()
+
+        for kind, row in ready:
+            if kind == "held":
+                number, sample, state = row
+                states[number, sample] = state
+            elif kind == "release":
+                states[row] = None  # type: ignore[index]
+            elif kind in ("checkpointed", "retain", "turn", "no turns"):
+                flush()
+                if kind == "retain":
+                    self._retain(row[0])
+                else:
+                    self._index.execute(_INSERT[kind], row)
+            else:
+                tables.setdefault(kind, []).append(row)
+        flush()
+
+    def _prepare(self, kind: str, row: tuple[Any, ...]) -> tuple[Any, ...]:
         if kind == "finished":
             number, t = row
             segment, offset = self._segments.append(pack_trajectory(t))
-            versions = [s.version for q in t.sequences for s in q.versions] or [PolicyVersion()]
+            versions = [s.version for q in (t.sequences if t.segments else (t,)) for s in q.versions] or [PolicyVersion()]
             parts = json.dumps(t.reward_parts) if t.reward_parts else None
-            tokens = sum(len(q.token_ids) for q in t.sequences)
-            return kind, (number, t.index, segment, offset, tokens, str(min(versions)), str(max(versions)), t.finish_reason, t.reward, parts)
+            tokens = sum(len(q.token_ids) for q in t.sequences) if t.segments else len(t.token_ids)
+            return (number, t.index, segment, offset, tokens, str(min(versions)), str(max(versions)), t.finish_reason, t.reward, parts)
         if kind == "turn":
             number, sample, call, completion = row
-            return kind, (number, sample, call, *self._segments.append(msgspec.msgpack.encode(completion)))
+            return (number, sample, call, *self._segments.append(msgspec.msgpack.encode(completion)))
         if kind == "update":
             role, step, incarnation, facts, *rest = row
             packed = pack_batch(*facts)
             digest = hashlib.blake2b(packed, digest_size=16).digest()
             if self._last_batch[0] != digest or self._last_batch[1][0] != self._segments.number:  # several updates on one batch
                 self._last_batch = digest, self._segments.append(packed)
-            return kind, (role, step, incarnation, *self._last_batch[1], *rest)
-        return kind, row
+            return (role, step, incarnation, *self._last_batch[1], *rest)
+        return row
 
     def _retain(self, step: int) -> None:
         """Lets go of segments in which nothing is held and all that was trained is older than `keep_steps`."""

@@ -66,21 +66,21 @@ class Resumed(msgspec.Struct, kw_only=True):
 
 _encode = msgspec.msgpack.Encoder().encode
 _FIELDS = Trajectory.__struct_fields__
+assert _FIELDS[:3] == ("token_ids", "loss_mask", "logprobs") and _FIELDS[-1] == "segments"
 
 
 def pack_trajectory(t: Trajectory) -> bytes:
-    """`t` as bytes: int32 tokens, one byte a mask entry, fp32 log-probs (what the trainer is given), the rest msgpack."""
+    """`t` as bytes: its fields in order, int32 tokens, one byte a mask entry, fp32 log-probs (what the trainer is given),
+    the rest msgpack."""
     return _encode(_flat(t))
 
 
-def _flat(t: Trajectory) -> dict[str, Any]:
-    d: dict[str, Any] = {name: getattr(t, name) for name in _FIELDS}
-    n = len(t.token_ids)
-    d["token_ids"] = struct.pack(f"={n}i", *t.token_ids)  # half the time that the module array takes
-    d["loss_mask"] = bytes(t.loss_mask)
-    d["logprobs"] = struct.pack(f"={n}f", *t.logprobs)
-    d["segments"] = [_flat(s) for s in t.segments]
-    return d
+def _flat(t: Trajectory) -> tuple[Any, ...]:
+    tokens, mask, logprobs, *rest, segments = msgspec.structs.astuple(t)
+    n = len(tokens)
+    flat = [_flat(s) for s in segments] if segments else segments
+    # struct.pack takes half the time that the module array does
+    return struct.pack(f"={n}i", *tokens), bytes(mask), struct.pack(f"={n}f", *logprobs), *rest, flat
 
 
 def unpack_trajectory(data: bytes) -> Trajectory:
@@ -88,7 +88,8 @@ def unpack_trajectory(data: bytes) -> Trajectory:
     return msgspec.convert(_full(msgspec.msgpack.decode(data)), Trajectory)
 
 
-def _full(d: dict[str, Any]) -> dict[str, Any]:
+def _full(values: list[Any]) -> dict[str, Any]:
+    d = dict(zip(_FIELDS, values, strict=True))
     tokens, logprobs = array("i"), array("f")
     tokens.frombytes(d["token_ids"])
     logprobs.frombytes(d["logprobs"])
