@@ -213,40 +213,10 @@ async def _run(plan: Plan, folder: Path) -> Outcome:
 
 
 def from_run(folder: Path) -> dict[str, Any]:
-    """Lengths of a run's trained samples, the seconds of a step's training and update, and the engines' seconds a token:
-    `token_s` for one decode step whatever runs, `running_s` for each sample in it, by least squares over its steps."""
-    import sqlite3
+    """Lengths, speeds and seconds of a run at staleness 0, from its ledger and metrics (`simulated_from.read`)."""
+    from simulated_from import read
 
-    import numpy as np
-
-    from milkweed.observe.metrics import read_metrics
-
-    rows = [r for r in read_metrics(folder) if "time/train" in r and "time/generate" in r]
-    index = sqlite3.connect(f"{(folder / 'ledger' / 'index.sqlite').absolute().as_uri()}?mode=ro", uri=True)
-    steps: dict[int, list[int]] = {}
-    for step, tokens in index.execute("SELECT step, tokens FROM trained WHERE lost=0"):
-        steps.setdefault(step, []).append(tokens)
-    groups = statistics.median(n for (n,) in index.execute("SELECT count(DISTINCT number) FROM trained WHERE lost=0 GROUP BY step"))
-    (samples,) = index.execute("SELECT max(samples) FROM issued").fetchone()
-    index.close()
-    rows = [r for r in rows[1:] if r["step"] in steps]
-    if len(rows) < 3:
-        raise SystemExit(f"{folder}: at least 4 finished steps of a run at staleness 0 are needed to take speeds from")
-    fit = np.array([[max(steps[r["step"]]), sum(steps[r["step"]])] for r in rows], float)
-    took = np.array([r["time/generate"] for r in rows], float)
-    token_s, running_s = np.linalg.lstsq(fit, took, rcond=None)[0]
-    if token_s < 0 or running_s < 0 or np.ptp(fit[:, 0]) == 0:  # lengths alike: the two cannot be told apart
-        token_s, running_s = 0.0, float(np.median(took / fit[:, 1]))
-    return {
-        "lengths": [n for r in rows for n in steps[r["step"]]],
-        "groups": int(groups),
-        "samples": int(samples),
-        "token_s": float(token_s),
-        "running_s": float(running_s),
-        "train_s": statistics.median(r["time/train"] for r in rows),
-        "update_s": statistics.median(r.get("time/update", MESH_UPDATE_S) for r in rows),
-        "rest_s": statistics.median(max(0.0, r["time/step"] - r["time/generate"] - r["time/train"] - r.get("time/update", 0.0)) for r in rows),
-    }
+    return read(folder, MESH_UPDATE_S)
 
 
 def main() -> None:
@@ -282,9 +252,9 @@ def main() -> None:
     if a.run:
         taken = from_run(a.run)
         taken["train_s"] += taken.pop("rest_s")
-        values |= taken
+        values |= {**taken, "slots": max(a.slots, taken["groups"] * taken["samples"])}
         print(f"from {a.run}: {len(taken['lengths'])} lengths, mean {statistics.mean(taken['lengths']):.1f}; "
-              f"a decode step takes {1e3 * taken['token_s']:.2f} ms + {1e3 * taken['running_s']:.3f} ms a sample; training {taken['train_s']:.3f} s, update {taken['update_s']:.3f} s")
+              f"a decode step takes {1e3 * taken['token_s']:.2f} ms + {1e3 * taken['running_s']:.3f} ms a sample, {1e3 * taken['reward_s']:.0f} ms around each; training {taken['train_s']:.3f} s, update {taken['update_s']:.3f} s")
     plan = Plan(**{**values, "train_s": values["train_s"] if values["train_s"] is not None else 0.0})
     if values["train_s"] is None:
         plan.train_s = plan.engines_s

@@ -152,3 +152,67 @@ def test_a_run_of_several_updates_on_each_batch_can_be_resumed(tmp_path):
 
     run_virtual(main())
     assert audit(tmp_path).agrees
+
+
+def test_evaluation_runs_beside_training_under_the_version_it_names_and_nothing_of_it_is_counted(tmp_path):
+    async def env(task, policy):
+        return (await policy.sample(task.token_ids)).trajectory(reward=1.0)
+
+    async def main():
+        said, mesh, stream = [], Mesh(), PromptStream(prompts())
+        f, loop, seen = flow(tmp_path, mesh, said, staleness=2), asyncio.get_running_loop(), []
+
+        async def exam():
+            for _ in range(10):
+                await asyncio.sleep(1)
+                seen.append((await mesh.rollout.sample([1], Sampling(), session="exam")).versions[0].version)
+
+        began = loop.time()
+        for step in range(4):
+            await take(f, env, stream)
+            mesh.train()
+            f.trained(mesh.version)
+            await f.publish()
+            if step == 0:
+                await f.delivered()
+                f.evaluate(exam())
+        # two further steps were within the bound, the one after them had to wait for newer weights, and so for the exam
+        assert mesh.version.step == 4 and 10 <= loop.time() - began < 11
+        await f.evaluated()
+        await f.delivered()
+        assert seen == [PolicyVersion(0, 1)] * 10 and mesh.rollout.version == mesh.version
+        await f.close()
+
+    run_virtual(main())
+    report = audit(tmp_path)
+    assert report.agrees and report.max_lag <= 2 and report.issued == report.trained + sum(report.dropped.values()) + report.held
+    assert report.issued <= 4 + 3
+
+
+def test_over_sampling_stops_the_tail_in_the_engines_and_goes_on_without_it(tmp_path):
+    stopped, begun = [], []
+
+    async def env(task, policy):
+        begun.append(task.id)
+        try:
+            await asyncio.sleep(1 if len(begun) % 3 else 100)
+        except asyncio.CancelledError:
+            stopped.append(task.id)
+            raise
+        return (await policy.sample(task.token_ids)).trajectory(reward=1.0)
+
+    async def main():
+        said, mesh, stream = [], Mesh(), PromptStream(prompts())
+        f, loop = flow(tmp_path, mesh, said, oversample=0.5), asyncio.get_running_loop()
+        for _ in range(3):
+            groups = await f.take(env, stream, "train", groups=2, samples=1, sampling=Sampling(), keep=None)
+            assert len(groups) == 2
+            mesh.train()
+            f.trained(mesh.version)
+            await f.publish()
+        assert loop.time() < 5, "nobody waited for the tail"
+        await f.close()
+
+    run_virtual(main())
+    report = audit(tmp_path)
+    assert report.agrees and len(stopped) == 3 and report.dropped == {"over-sampled": 3} and report.unsaved == 6

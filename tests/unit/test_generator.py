@@ -86,8 +86,16 @@ def test_a_rejected_group_is_replaced_at_once_and_counted(tmp_path):
 
 
 def test_a_filter_that_rejects_everything_is_said_and_then_ends_the_run(tmp_path):
+    worlds = []
+
+    class Seen(World):
+        def __init__(self, *a, **options):
+            super().__init__(*a, **options)
+            worlds.append(self)
+
     with pytest.raises(DataError, match="in a row were turned away.*rejected by the filter"):
-        drive(tmp_path, keep=lambda g: False, limits={"patience": 5})
+        drive(tmp_path, make=Seen, keep=lambda g: False, limits={"patience": 5})
+    assert worlds[0].said == ["the last 8 groups were all turned away, the last: rejected by the filter"]
     report = audit(tmp_path)
     assert report.agrees and report.dropped["rejected by the filter"] == 5 * 4 * 3
 

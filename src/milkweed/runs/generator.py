@@ -199,13 +199,14 @@ class Generator:
         attempt = 0
         try:
             while True:
+                began = asyncio.get_running_loop().time()
                 t = await self._make(made.prompt, made.issue, sample, attempt)
                 if t.dropped is None or t.dropped.startswith("data:") or attempt >= self.limits.retries:
                     break
                 self._records.fail(made.number, sample, attempt, t.dropped)
                 self.counts["retried"] += 1
                 attempt += 1
-            self._records.finish(made.number, t)
+            self._records.finish(made.number, t, asyncio.get_running_loop().time() - began)
             made.trajectories[sample] = t
             del made.running[sample]
             if not made.running:

@@ -36,7 +36,7 @@ _INSERT = {
     "issued": "INSERT INTO issued VALUES (?,?,?,?,?,?,?,?,?)",
     "held": "INSERT OR REPLACE INTO held VALUES (?,?,?)",
     "release": "DELETE FROM held WHERE number=? AND sample=?",
-    "finished": "INSERT OR REPLACE INTO finished VALUES (?,?,?,?,?,?,?,?,?,?)",
+    "finished": "INSERT OR REPLACE INTO finished VALUES (?,?,?,?,?,?,?,?,?,?,?)",
     "turn": "INSERT OR REPLACE INTO turns VALUES (?,?,?,?,?)",
     "no turns": "DELETE FROM turns WHERE number=? AND sample=?",
     "failure": "INSERT INTO failures VALUES (?,?,?,?,?)",
@@ -98,10 +98,11 @@ class Ledger:
         self._turns.add((number, sample))
         self._add([("turn", (number, sample, call, completion))])
 
-    def finish(self, number: int, trajectory: Trajectory) -> None:
-        """A sample is finished and waits to be trained; or, where it is dropped already, goes with its reason."""
+    def finish(self, number: int, trajectory: Trajectory, seconds: float = 0.0) -> None:
+        """A sample is finished, `seconds` after it was begun, and waits to be trained; or, where it is dropped already,
+        goes with its reason."""
         t = copy.copy(trajectory)
-        rows: list[tuple[str, tuple[Any, ...]]] = [("finished", (number, t)), *self._no_turns(number, t.index)]
+        rows: list[tuple[str, tuple[Any, ...]]] = [("finished", (number, t, seconds)), *self._no_turns(number, t.index)]
         if t.dropped is None:
             rows.append(("held", (number, t.index, BUFFERED)))
         else:
@@ -322,12 +323,12 @@ class Ledger:
 
     def _prepare(self, kind: str, row: tuple[Any, ...]) -> tuple[Any, ...]:
         if kind == "finished":
-            number, t = row
+            number, t, seconds = row
             segment, offset = self._segments.append(pack_trajectory(t))
             versions = [s.version for q in (t.sequences if t.segments else (t,)) for s in q.versions] or [PolicyVersion()]
             parts = json.dumps(t.reward_parts) if t.reward_parts else None
             tokens = sum(len(q.token_ids) for q in t.sequences) if t.segments else len(t.token_ids)
-            return (number, t.index, segment, offset, tokens, str(min(versions)), str(max(versions)), t.finish_reason, t.reward, parts)
+            return (number, t.index, segment, offset, tokens, str(min(versions)), str(max(versions)), t.finish_reason, t.reward, parts, seconds)
         if kind == "turn":
             number, sample, call, completion = row
             return (number, sample, call, *self._segments.append(msgspec.msgpack.encode(completion)))

@@ -23,7 +23,7 @@ CREATE UNIQUE INDEX issued_once ON issued (stream, position) WHERE stream != '';
 CREATE TABLE finished (        -- the last attempt at each sample, and where its tokens lie
     number INTEGER, sample INTEGER, segment INTEGER NOT NULL, offset INTEGER NOT NULL, tokens INTEGER NOT NULL,
     oldest TEXT NOT NULL, newest TEXT NOT NULL, reason TEXT NOT NULL, reward REAL, parts TEXT,
-    PRIMARY KEY (number, sample)) WITHOUT ROWID;
+    seconds REAL NOT NULL, PRIMARY KEY (number, sample)) WITHOUT ROWID;
 CREATE TABLE turns (           -- completions of samples that are not finished yet
     number INTEGER, sample INTEGER, call INTEGER, segment INTEGER NOT NULL, offset INTEGER NOT NULL,
     PRIMARY KEY (number, sample, call)) WITHOUT ROWID;
