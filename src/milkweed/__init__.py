@@ -24,6 +24,7 @@ _PUBLIC = {
     "run_sync": "runs.script",
     "read_metrics": "observe.metrics",
     "audit": "data.ledger",
+    "replay": "runs.replay",
     "show": "observe.show",
     # the policy
     "Trainer": "training.trainer",

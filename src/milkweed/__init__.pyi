@@ -13,6 +13,7 @@ from milkweed.runs.script import main as main
 from milkweed.runs.script import run_sync as run_sync
 from milkweed.observe.metrics import read_metrics as read_metrics
 from milkweed.data.ledger import audit as audit
+from milkweed.runs.replay import replay as replay
 from milkweed.observe.show import show as show
 from milkweed.training.trainer import Trainer as Trainer
 from milkweed.training.config import TrainerConfig as TrainerConfig
