@@ -231,6 +231,27 @@ def test_a_ledger_that_knows_less_than_the_checkpoint_is_refused(tmp_path):
     ledger.close()
 
 
+def test_going_back_further_than_the_last_checkpoint_holds_again_what_that_had_counted(tmp_path):
+    """The newest checkpoint may turn out to be unreadable."""
+    ledger = Ledger(tmp_path, threaded=False)
+    ledger.resume(PolicyVersion())
+    for n in range(1, 5):
+        ledger.issue([issue(n)])
+        for s in range(2):
+            ledger.finish(n, trajectory(s))
+        ledger.train(PolicyVersion(0, n), [(n, s, 0, 10) for s in range(2)])
+        ledger.checkpoint(PolicyVersion(0, n))
+    ledger.close()
+    assert audit(tmp_path).trained == 8
+    ledger = Ledger(tmp_path, threaded=False)
+    resumed = ledger.resume(PolicyVersion(1, 2))
+    ledger.close()
+    report = audit(tmp_path)
+    assert report.agrees, report.text()
+    assert (report.trained, report.buffered, report.checkpoint) == (4, 4, 2)
+    assert resumed.again == {3: [3], 4: [4]} and [h.issue.number for h in resumed.held] == [3, 4]
+
+
 def test_retention_lets_old_tokens_go_and_the_audit_still_holds(tmp_path):
     ledger = Ledger(tmp_path, threaded=False, segment_bytes=1000, keep_steps=2)
     ledger.resume(PolicyVersion())
