@@ -215,7 +215,7 @@ class Run:
         """Writes a checkpoint: parameters, optimiser, schedule, and where the data and the schedule of evaluation stand.
         Without `wait` it is written while the run goes on; it counts once it is whole."""
         assert self.mesh.trainer is not None
-        await self._saved()
+        await self._written()
         self.view.status(f"writing checkpoint {self.step}")
         if self._flow is not None:
             await self._flow.before_checkpoint()
@@ -231,10 +231,10 @@ class Run:
         await whole(self.mesh.trainer.save(state, wait=False))
         self._unsaved = self.mesh.version
         if wait:
-            await self._saved()
+            await self._written()
         self.view.status("")
 
-    async def _saved(self) -> None:
+    async def _written(self) -> None:
         """Waits for the checkpoint that is being written, if one is."""
         if self._unsaved is not None:
             await whole(self.mesh.trainer.saved(wait=True))  # type: ignore[union-attr]
@@ -351,7 +351,7 @@ class Run:
         """Take the mesh down and give up the directory; the last line says what came of the run."""
         if self._flow is not None:
             await self._flow.evaluated()
-            await self._saved()
+            await self._written()
         self.view.status("taking the mesh down")
         await self._close()
         self.view.status("")
