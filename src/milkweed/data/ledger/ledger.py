@@ -57,6 +57,9 @@ class Ledger:
     `threaded` off writes in the caller's thread, when enough has come together or at `flush` (for virtual time).
     `keep_steps` N lets go of token arrays trained N steps before the last checkpoint; the index stays whole.
     Errors of the writer (a full disk) are raised by the next call.
+
+    A sample takes about 40 us of one core and 115 bytes of index (10 million: 1.2 GB, audited in half a minute), and in the segments
+    about 9 bytes a token and 400 more, and as much again for the batch it was trained in, until it is let go.
     """
 
     def __init__(
