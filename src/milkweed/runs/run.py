@@ -234,10 +234,10 @@ class Run:
             await self._written()
         self.view.status("")
 
-    async def _written(self) -> None:
+    async def _written(self, deadline_s: float | None = None) -> None:
         """Waits for the checkpoint that is being written, if one is."""
         if self._unsaved is not None:
-            await whole(self.mesh.trainer.saved(wait=True))  # type: ignore[union-attr]
+            await whole(self.mesh.trainer.saved(wait=True, deadline_s=deadline_s))  # type: ignore[union-attr]
             self._counted()
 
     def _counted(self) -> None:
@@ -351,7 +351,7 @@ class Run:
         """Take the mesh down and give up the directory; the last line says what came of the run."""
         if self._flow is not None:
             await self._flow.evaluated()
-            await self._written()
+        await self._written()
         self.view.status("taking the mesh down")
         await self._close()
         self.view.status("")
@@ -361,6 +361,10 @@ class Run:
 
     async def _close(self) -> None:
         try:
+            try:  # however the run ends, what is being written is finished
+                await self._written(60.0)
+            except MilkweedError as error:
+                self.view.say(f"the checkpoint of {self._unsaved} is not whole: {error}")
             if self._flow is not None:
                 await whole(self._flow.close())
         finally:

@@ -157,11 +157,11 @@ class Trainer:
 
         return await self._whole(work)
 
-    async def saved(self, *, wait: bool = False) -> bool:
+    async def saved(self, *, wait: bool = False, deadline_s: float | None = None) -> bool:
         """Whether the checkpoint saved last is whole; with `wait`, once it is. Raises what writing it raised."""
 
         async def work() -> bool:
-            return all(await self._call("saved", wait))
+            return all(await self._call("saved", wait, deadline_s=deadline_s))
 
         return await self._whole(work)
 
