@@ -60,6 +60,7 @@ class Plan(msgspec.Struct, kw_only=True):
     fails: float = 0.0
     rejects: float = 0.0
     jitter: float = 0.0
+    beside: float = 1.0
     lengths: list[int] = []
 
     @property
@@ -115,7 +116,7 @@ async def _run(plan: Plan, folder: Path) -> Outcome:
     outstanding = math.ceil(plan.groups * (1 + plan.oversample)) * plan.samples * (plan.staleness + 1)
     router = Router(engines, [e.stats for e in engines], max_in_flight=max(plan.slots, math.ceil(1.1 * outstanding / plan.engines)))
     router.sample = functools.partial(router.sample, deadline_s=1e9)  # type: ignore[method-assign]  # plans may be slower than any real engine
-    mesh = SimulatedMesh(router, engines, train_s=plan.train_s, update_s=plan.update_s)
+    mesh = SimulatedMesh(router, engines, train_s=plan.train_s, update_s=plan.update_s, beside=plan.beside)
     config = RunConfig(seed=plan.seed, steps=plan.steps, staleness=plan.staleness, late=plan.late, oversample=plan.oversample, trajectory_deadline_s=1e7)
     flow = Flow(config, folder, mesh, print, threaded=False)  # type: ignore[arg-type]
     mesh.update_deadline_s = 1e7
@@ -131,7 +132,7 @@ async def _run(plan: Plan, folder: Path) -> Outcome:
     def keep(group: Group) -> bool:
         return dice.random() >= plan.rejects
 
-    EngineModel.deaths = 0
+    EngineModel.deaths, EngineModel.factor = 0, 1.0
     killer = asyncio.create_task(kill()) if plan.deaths_s else None
     flying = peak = 0
 
@@ -219,6 +220,14 @@ def from_run(folder: Path) -> dict[str, Any]:
     return read(folder, MESH_UPDATE_S)
 
 
+def measured_beside() -> float:
+    from simulated_from import beside
+
+    found = beside()
+    print(f"two processes that work at once take {found:.2f} times as long here as one")
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     number = parser.add_argument
@@ -239,6 +248,7 @@ def main() -> None:
     number("--fails", type=float, default=0.0, help="share of samples whose environment fails")
     number("--rejects", type=float, default=0.0, help="share of groups that a filter turns away")
     number("--jitter", type=float, default=0.0, help="share of the training time that is random")
+    number("--beside", default="1", help="how many times longer trainer and engines take while both work, where they share a machine; measure: find out on this one")
     number("--staleness", type=int, default=2)
     number("--late", choices=("mask", "wait"), default="mask")
     number("--oversample", type=float, default=0.0)
@@ -249,6 +259,7 @@ def main() -> None:
     number("--json", action="store_true", help="end with one line of JSON")
     a = parser.parse_args()
     values = {k: v for k, v in vars(a).items() if k not in ("run", "plot", "json")}
+    values["beside"] = measured_beside() if a.beside == "measure" else float(a.beside)
     if a.run:
         taken = from_run(a.run)
         taken["train_s"] += taken.pop("rest_s")

@@ -26,6 +26,8 @@ class EngineModel:
 
     deaths = 0
     """Of all models."""
+    factor = 1.0
+    """How much slower all of them are at present."""
 
     def __init__(
         self, name: str, *, slots: int, token_s: float, running_s: float, length: Callable[[], int], restart_s: float = 0.0
@@ -102,6 +104,19 @@ class EngineModel:
         self._schedule()
         self._wake()
 
+    @classmethod
+    def slow_down(cls, engines: list[EngineModel], factor: float) -> None:
+        """All of them go on at `factor` times the seconds of a decode step."""
+        for engine in engines:
+            engine._advance()
+        cls.factor = factor
+        for engine in engines:
+            engine._schedule()
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._running)
+
     async def _wait(self, within: float, linger: float) -> None:
         loop = asyncio.get_running_loop()
         self._waiter = loop.create_future()
@@ -111,7 +126,7 @@ class EngineModel:
         await asyncio.sleep(linger)
 
     def _step_s(self) -> float:
-        return self.token_s + self.running_s * len(self._running)
+        return (self.token_s + self.running_s * len(self._running)) * EngineModel.factor
 
     def _advance(self) -> None:
         now = asyncio.get_running_loop().time()
@@ -166,15 +181,20 @@ class EngineModel:
 class SimulatedMesh:
     """What the loop needs of a mesh: a trainer's version, the router, and weights that arrive after `update_s`."""
 
-    def __init__(self, router: Any, engines: list[EngineModel], *, train_s: float, update_s: float) -> None:
+    def __init__(self, router: Any, engines: list[EngineModel], *, train_s: float, update_s: float, beside: float = 1.0) -> None:
         self.rollout, self.engines = router, engines
         self.reward = self.chat = None
-        self.train_s, self.update_s = train_s, update_s
+        self.train_s, self.update_s, self.beside = train_s, update_s, beside
         self.version = PolicyVersion()
         self.update_deadline_s = 1e7
 
     async def train(self, factor: float = 1.0) -> None:
-        await asyncio.sleep(self.train_s * factor)
+        shared = self.beside if any(e.busy for e in self.engines) else 1.0
+        if shared != 1:
+            EngineModel.slow_down(self.engines, shared)
+        await asyncio.sleep(self.train_s * factor * shared)
+        if shared != 1:
+            EngineModel.slow_down(self.engines, 1.0)
         self.version = PolicyVersion(self.version.incarnation, self.version.step + 1)
 
     async def publish(self, offered: Callable[[], None] = lambda: None) -> dict[str, float]:

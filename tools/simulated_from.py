@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import sqlite3
 import statistics
+import time
 from pathlib import Path
 from typing import Any
 
@@ -73,3 +75,37 @@ def _speeds(steps: list[list[tuple[int, float]]], engines: int) -> tuple[float, 
         if (found >= 0).all():
             return float(found[0]), float(found[1]), float(found[2])
     raise SystemExit("the run's samples took no time that grows with their length")
+
+
+def beside() -> float:
+    """How many times longer a process takes on this machine while another one works beside it (cores share caches, memory
+    and power): that of small products, such as a trainer's or an engine's."""
+    context = multiprocessing.get_context("spawn")
+
+    def seconds(count: int) -> float:
+        barrier, told = context.Barrier(count), context.Queue()
+        processes = [context.Process(target=_work, args=(barrier, told)) for _ in range(count)]
+        for process in processes:
+            process.start()
+        found = statistics.mean(told.get(timeout=120) for _ in processes)
+        for process in processes:
+            process.join(30)
+        return found
+
+    alone = min(seconds(1), seconds(1))
+    return max(1.0, seconds(2) / alone)
+
+
+def _work(barrier: Any, told: Any) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    x, a, b = torch.randn(64, 256), torch.randn(256, 768), torch.randn(768, 256)
+    for seconds in (0.3, 1.5):
+        barrier.wait(60)
+        end, rounds, began = time.perf_counter() + seconds, 0, time.perf_counter()
+        while time.perf_counter() < end:
+            torch.nn.functional.silu(x @ a) @ b
+            rounds += 1
+        took = (time.perf_counter() - began) / rounds
+    told.put(took)

@@ -36,7 +36,7 @@ def run(folder: Path, model: Path, engines: int, staleness: int) -> float:
 
 def predicted(folder: Path, engines: int, staleness: int) -> float:
     tool = HERE.parents[1] / "tools" / "simulate.py"
-    command = [sys.executable, str(tool), "--json", "--from", str(folder), "--engines", str(engines), "--staleness", str(staleness)]
+    command = [sys.executable, str(tool), "--json", "--from", str(folder), "--engines", str(engines), "--staleness", str(staleness), "--beside", "measure"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     print(done.stdout)
@@ -46,7 +46,9 @@ def predicted(folder: Path, engines: int, staleness: int) -> float:
 def test_one_run_predicts_the_step_time_of_another_with_other_engines_or_other_staleness(tmp_path):
     model = mw.new_qwen3(tmp_path / "model", hidden=256, layers=3, heads=8, kv_heads=4, head_dim=32, intermediate=768)
     base = run(tmp_path / "base", model, 1, 0)
-    for engines, staleness in ((1, 1), (2, 0)):
+    found = []
+    for engines, staleness in ((2, 0), (1, 1)):
         real, guess = run(tmp_path / f"{engines}x{staleness}", model, engines, staleness), predicted(tmp_path / "base", engines, staleness)
+        found.append(guess / real - 1)
         print(f"{engines} engines, staleness {staleness}: {real:.3f} s a step, predicted {guess:.3f} s (calibrated on {base:.3f} s)")
-        assert abs(guess / real - 1) < 0.15
+    assert max(map(abs, found)) < 0.15
