@@ -8,7 +8,7 @@ import pytest
 
 from milkweed.errors import ConfigError, RunLocked
 from milkweed.observe.metrics import MetricsLog, flatten, read_metrics
-from milkweed.runs.directory import RunDirectory, read_record
+from milkweed.runs.directory import RunDirectory, read_record, refuse_live
 
 
 def open_run(path, **config):
@@ -19,7 +19,10 @@ def test_a_second_controller_is_refused_while_the_first_lives(tmp_path):
     first = open_run(tmp_path / "run", lr=1.0)
     with pytest.raises(RunLocked, match=r"pid \d+"):
         open_run(tmp_path / "run", lr=1.0)
+    with pytest.raises(RunLocked, match=r"is being run \(pid \d+"):
+        refuse_live(tmp_path / "run")
     first.close()
+    refuse_live(tmp_path / "run")
     open_run(tmp_path / "run", lr=1.0).close()
 
 

@@ -140,6 +140,17 @@ MAY_CHANGE = frozenset({"run_dir", "steps", "mesh", "wandb", "allow_changes", "e
 """Keys that a resumed run may have changed without being asked: they do not alter what was trained so far."""
 
 
+def refuse_live(path: Path) -> None:
+    """Raises RunLocked while a controller runs in `path`."""
+    if not (path / "lock").exists():
+        return
+    with (path / "lock").open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError as error:
+            raise RunLocked(f"{path} is being run ({file.read(200).decode(errors='replace').strip() or 'unknown'}); wait until it has ended") from error
+
+
 def read_record(path: str | Path) -> RunRecord:
     """The record of the run in `path`. Raises ConfigError naming the file where there is none or it is broken."""
     file = Path(path) / "run.json"

@@ -24,6 +24,7 @@ from milkweed.data.ledger.records import Model
 from milkweed.data.ledger.schema import read_index
 from milkweed.data.ledger.segments import Segments
 from milkweed.errors import DataError
+from milkweed.runs.directory import refuse_live
 from milkweed.training.config import TrainerConfig
 from milkweed.training.sources import Part, changed
 from milkweed.types import PolicyVersion
@@ -113,7 +114,7 @@ async def replay(folder: str | Path, *, mesh: str = "", steps: int = 0, role: st
     """Train the recorded steps of `role` in the run `folder` again, up to `steps` (0: the last checkpoint, else the last
     step recorded), from the run's model, or from the earliest checkpoint that retention has left all steps after.
 
-    Nothing in the run's directory is changed. Raises DataError where the ledger holds no updates, or a loss or torch has
+    Nothing of the run is changed. Raises RunLocked while a controller runs it, DataError where the ledger holds no updates, or a loss or torch has
     changed since; FleetError as `up` does.
     """
     from milkweed.fleet import Fleet
@@ -122,6 +123,7 @@ async def replay(folder: str | Path, *, mesh: str = "", steps: int = 0, role: st
     place = Path(folder)
     record = Record(place, role)
     try:
+        refuse_live(place)
         checkpoints = _checkpoints(place if role == "trainer" else place / role)
         last = steps or (record.checkpoint if role == "trainer" else max(checkpoints, default=0)) or record.last
         start = _start(record, checkpoints, last)
