@@ -18,6 +18,7 @@ import torch
 from milkweed.config import load_mesh
 from milkweed.errors import RemoteError, TransferError
 from milkweed.fleet import Fleet
+from milkweed.transfer import puller as puller_module
 from milkweed.transfer.manifest import join
 from milkweed.transfer.probe import measure
 from milkweed.transfer.puller import GRACE_S, Puller
@@ -269,15 +270,15 @@ def test_a_stopped_rank_fails_the_pull_in_time_and_is_read_when_it_goes_on(pulle
 
 def test_a_pull_that_never_returns_is_given_up_and_the_next_one_works(ranks, puller, monkeypatch):
     manifest = join([ranks[0].call("publish", Versions.next(), "whole")])
-    read, hanging = Puller._read, threading.Event()
+    read, hanging = puller_module.read_tensors, threading.Event()
 
-    def hang(self, attempt, session, starts):
+    def hang(attempt, session, starts):
         hanging.wait(60)
-        read(self, attempt, session, starts)
+        read(attempt, session, starts)
 
-    monkeypatch.setattr(Puller, "_read", hang)
+    monkeypatch.setattr(puller_module, "read_tensors", hang)
     assert manifest.ranks[0].peer in failing_pull(puller, manifest, 0.5)
-    monkeypatch.setattr(Puller, "_read", read)
+    monkeypatch.setattr(puller_module, "read_tensors", read)
     assert puller.status()["quarantined"] == 1
     assert_whole(pull(puller, manifest))
     hanging.set()

@@ -13,6 +13,7 @@ import torch
 
 from milkweed.errors import TransferError
 from milkweed.rollout.images import ParameterImage
+from milkweed.transfer.copying import copy
 from milkweed.transfer.manifest import Manifest, Staged, join
 from milkweed.transfer.packing import GrantedSlots, Packing
 from milkweed.transfer.plan import EngineLayout, Parameter, Piece, RankLayout
@@ -85,8 +86,9 @@ class Plane:
 
         for engine, image in zip(self.engines, self.images):
             opened = image.check(staged, Model(engine))
-            for _, copy in image.copies(opened, staged.ranges if changed_only else None):
-                copy()
+            filling = image.filling(opened, staged.ranges if changed_only else None)
+            copy(job for jobs in filling.parts() for job in jobs)
+            filling.check()
 
     def serves_the_trainers_weights(self) -> bool:
         a, b, c = (self.values[n] for n in "abc")

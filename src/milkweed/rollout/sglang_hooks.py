@@ -213,23 +213,36 @@ def _flush(scheduler: Any) -> None:
 def _load(scheduler: Any, source: Any, run: _Operation, part: str) -> None:
     """From tensors by name through SGLang's loader, or from an image straight into the parameters; SGLang's own steps
     before and after loading are taken either way."""
+    from milkweed.rollout.images import Filling
+
     runners = scheduler.weight_updater._select_runners()
-    image = callable(source)
+    image = isinstance(source, Filling)
     named = source if image else run.breaking(source, part)
     named = list(named) if not image and len(runners) > 1 else named
     for _, runner in runners:
         updater = runner.weight_updater
         updater.begin_weight_update()
         if image:
-            for _, copy in run.breaking(source(), part):
-                copy()
+            _fill(source, run, part)
         else:
             updater.get_model().load_weights(named)
         updater.end_weight_update(run_post_load=False)
 
 
+def _fill(filling: Any, run: _Operation, part: str) -> None:
+    from milkweed.transfer.copying import copy
+
+    jobs: list[Any] = []
+    try:
+        for some in run.breaking(filling.parts(), part):
+            jobs += some
+    finally:  # where it breaks off, what came before is copied
+        copy(jobs)
+    filling.check()
+
+
 def _source(scheduler: Any, staged: str, head: bool, changed_only: bool = False) -> Any:
-    """What to load: tensors by name, or a function that gives the copies of an image."""
+    """What to load: tensors by name, or what fills the parameters from an image."""
     import msgspec
 
     from milkweed.transfer.manifest import Staged
@@ -241,7 +254,7 @@ def _source(scheduler: Any, staged: str, head: bool, changed_only: bool = False)
     if live is None:
         raise RuntimeError("the engine's layout was never asked for")
     image = live.check(version, scheduler.weight_updater._select_runners()[0][1].weight_updater.get_model())
-    return lambda: live.copies(image, version.ranges if changed_only else None)
+    return live.filling(image, version.ranges if changed_only else None)
 
 
 def _named(staged: str, head: bool) -> list[Any]:

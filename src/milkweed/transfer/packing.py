@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from milkweed.errors import TransferError
+from milkweed.transfer.copying import Job, copy
 from milkweed.transfer.layout import CHUNK_BYTES, ITEM_BYTES, aligned
 from milkweed.transfer.manifest import Grant, Region, Target
 from milkweed.transfer.plan import Box, EngineLayout, Move, moves
 from milkweed.transfer.slots import HEADER
+
 
 class Packing:
     """How the shards of one rank, always cut alike, come into one layout. Made once, used for every version.
@@ -78,20 +79,17 @@ class Packing:
             bounds += [(start, min(size, stop - start)) for start in range(region.offset, stop, size)]
         return bounds
 
-    def pack(self, tensors: Sequence[torch.Tensor], out: np.ndarray, filled: Callable[[int], None]) -> None:
-        """Copy into the packed form, `out` (uint8 `[nbytes]`). `filled(n)` is called as its first n bytes are whole."""
+    def pack(self, tensors: Sequence[torch.Tensor], out: np.ndarray) -> None:
+        """Copy into the packed form, `out` (uint8 `[nbytes]`)."""
         views = _Views(out)
         for at, nbytes in self.gaps:
             out[at : at + nbytes] = 0
-        for move, at in zip(self.moves, self.offsets, strict=True):
-            _copy(tensors[move.shard], move, views, at, packed=True)
-            filled(at + move.nbytes)
+        copy([_job(tensors[m.shard], m, views, at, packed=True) for m, at in zip(self.moves, self.offsets, strict=True)])
 
     def place(self, tensors: Sequence[torch.Tensor], slot: np.ndarray) -> None:
         """Copy straight to where the engines' parameters lie, in `slot` (uint8 `[layout.nbytes]`)."""
         views = _Views(slot)
-        for move in self.moves:
-            _copy(tensors[move.shard], move, views, move.to, packed=False)
+        copy([_job(tensors[m.shard], m, views, m.to, packed=False) for m in self.moves])
 
 
 class _Views:
@@ -108,15 +106,15 @@ class _Views:
         return self._of[dtype]
 
 
-def _copy(shard: torch.Tensor, move: Move, views: _Views, at: int, *, packed: bool) -> None:
+def _job(shard: torch.Tensor, move: Move, views: _Views, at: int, *, packed: bool) -> Job:
     dtype = getattr(torch, move.dtype)
     source = shard.as_strided(move.sizes, move.source_strides, shard.storage_offset() + move.source)
     if (packed or move.run) and shard.dtype == dtype and shard.device.type == "cpu" and source.is_contiguous():
-        ctypes.memmove(views.address + at, source.data_ptr(), move.nbytes)  # faster than copy_: it bypasses the cache
-        return
+        return views.address + at, source.data_ptr(), move.nbytes
     out = views.of(move.dtype)
     strides = _contiguous(move.sizes) if packed else move.strides
-    out.as_strided(move.sizes, strides, at // ITEM_BYTES[move.dtype]).copy_(source)
+    target = out.as_strided(move.sizes, strides, at // ITEM_BYTES[move.dtype])
+    return lambda: target.copy_(source)
 
 
 def _contiguous(sizes: tuple[int, ...]) -> tuple[int, ...]:

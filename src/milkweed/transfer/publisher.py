@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -14,6 +15,7 @@ import xxhash
 
 from milkweed.errors import TransferError
 from milkweed.transfer.arena import Arena
+from milkweed.transfer.copying import share
 from milkweed.transfer.layout import aligned, item_bytes
 from milkweed.transfer.manifest import Chunk, RankManifest, Shard
 from milkweed.transfer.nixl import Agent
@@ -132,18 +134,12 @@ class Publisher:
                 self._newest = None
             slot.manifest = None
             target = plane.arena.bytes[slot.offset : slot.offset + packing.nbytes]
-            bounds, digests = packing.chunks, []
-
-            def filled(nbytes: int) -> None:
-                while len(digests) < len(bounds) and sum(bounds[len(digests)]) <= nbytes:
-                    digests.append(self._digester.submit(_digest, target, *bounds[len(digests)]))
-
-            packing.pack(tensors, target, filled)
+            packing.pack(tensors, target)
+            chunks = digested(target, packing.chunks)
             slot.manifest = RankManifest(
                 version=version, rank=self.rank, agent=plane.agent.name, metadata=plane.metadata,
                 address=plane.arena.address + slot.offset, slot=plane.slots.index(slot), nbytes=packing.nbytes,
-                chunks=[Chunk(at, size, digest.result()) for (at, size), digest in zip(bounds, digests, strict=True)],
-                shards=[], target=packing.target, regions=packing.regions, payload=packing.payload,
+                chunks=chunks, shards=[], target=packing.target, regions=packing.regions, payload=packing.payload,
             ).sealed()  # fmt: skip
             slot.leases = dict.fromkeys(readers, time.monotonic() + ttl_s)
             self._newest = slot
@@ -234,6 +230,18 @@ class Publisher:
             while len(digests) < len(bounds) and sum(bounds[len(digests)]) <= filled:
                 digests.append(self._digester.submit(_digest, target, *bounds[len(digests)]))
         return [Chunk(start, size, digest.result()) for (start, size), digest in zip(bounds, digests, strict=True)]
+
+
+def digested(memory: np.ndarray, bounds: Sequence[tuple[int, int]]) -> list[Chunk]:
+    """The chunks at `(offset, nbytes)` of `memory`, with their digests."""
+    found: list[Chunk | None] = [None] * len(bounds)
+
+    def one(i: int) -> None:
+        start, nbytes = bounds[i]
+        found[i] = Chunk(start, nbytes, _digest(memory, start, nbytes))
+
+    share([functools.partial(one, i) for i in range(len(bounds))])
+    return [chunk for chunk in found if chunk is not None]
 
 
 def _digest(memory: np.ndarray, start: int, nbytes: int) -> int:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -16,17 +14,15 @@ import xxhash
 from milkweed.errors import TransferError
 from milkweed.transfer import layout
 from milkweed.transfer.arrival import Arrival
-from milkweed.transfer.attempt import Attempt, in_thread, naming
+from milkweed.transfer.attempt import Attempt, in_thread
 from milkweed.transfer.inbox import Inbox
-from milkweed.transfer.manifest import Chunk, Grant, Manifest, RankManifest, Staged, Target
-from milkweed.transfer.nixl import Read
+from milkweed.transfer.manifest import Grant, Manifest, RankManifest, Staged, Target
+from milkweed.transfer.reading import read_packed, read_tensors
 from milkweed.transfer.relay import Relay
 from milkweed.transfer.session import Session
 from milkweed.transfer.slots import Slot, Slots
 from milkweed.types import PolicyVersion
 
-WINDOW = 4
-"""READs posted ahead: over a network one alone would wait a round trip for each chunk."""
 GRACE_S = 1.0
 """How long after its deadline a pull may take to notice; then its thread is abandoned."""
 QUARANTINE = 4
@@ -243,7 +239,7 @@ class Puller:
             ready = time.perf_counter()
             attempt.step(reading=True)
             try:
-                self._read(attempt, session, starts)
+                read_tensors(attempt, session, starts)
                 attempt.step(reading=False)
             except BaseException:
                 self._fail_session(attempt, session)
@@ -287,7 +283,7 @@ class Puller:
             ready = time.perf_counter()
             attempt.step(reading=True)
             try:
-                self._read_posts(attempt, session, arrival)
+                read_packed(attempt, session, arrival)
                 attempt.step(reading=False)
             except BaseException:
                 self._slots.spoil(slot)  # bytes of an abandoned READ may still land in it
@@ -315,19 +311,6 @@ class Puller:
         }  # fmt: skip
         return staged
 
-    def _read_posts(self, attempt: Attempt, session: Session, arrival: Arrival) -> None:
-        ranks = attempt.manifest.ranks
-        session.forget_others({r.agent for r in ranks})
-        work: deque[tuple[RankManifest, Sequence[tuple[Chunk, np.ndarray]], Read]] = deque()
-        for rank in ranks:
-            posts = [p for p in arrival.posts if p.rank is rank]
-            if not posts:
-                continue
-            with naming(attempt.place(rank)):
-                reads = session.plan_into(rank, tuple(p.piece for p in posts), tuple(p.place for p in posts))
-            work.extend((rank, [(a.chunk, a.memory) for a in p.parts], r) for p, r in zip(posts, reads, strict=True))
-        self._complete(attempt, work)
-
     def _open_session(self, nbytes: int) -> Session:
         if self._session is not None and self._session.arena.nbytes < nbytes:
             self._drop_session(self._session)
@@ -338,51 +321,6 @@ class Puller:
                 )
             self._session = Session(self.name, nbytes)
         return self._session
-
-    def _read(self, attempt: Attempt, session: Session, starts: list[int]) -> None:
-        """Read every chunk of every rank into the session's buffer."""
-        ranks = attempt.manifest.ranks
-        session.forget_others({r.agent for r in ranks})
-        work: deque[tuple[RankManifest, Sequence[tuple[Chunk, np.ndarray]], Read]] = deque()
-        for rank, at in zip(ranks, starts, strict=False):
-            with naming(attempt.place(rank)):
-                reads = session.plan(rank, at)
-            for chunk, read in zip(rank.chunks, reads, strict=True):
-                here = session.arena.bytes[at + chunk.offset : at + chunk.offset + chunk.nbytes]
-                work.append((rank, [(chunk, here)], read))
-        self._complete(attempt, work)
-
-    def _complete(
-        self, attempt: Attempt, work: deque[tuple[RankManifest, Sequence[tuple[Chunk, np.ndarray]], Read]]
-    ) -> None:
-        """Do every READ, `WINDOW` posted at a time, verifying in a second thread what has arrived."""
-        posted: deque[tuple[RankManifest, Sequence[tuple[Chunk, np.ndarray]], Read, bool]] = deque()
-        checks: list[tuple[RankManifest, Chunk, Future[int]]] = []
-        with ThreadPoolExecutor(1, thread_name_prefix=f"{self.name}-verify") as verifier:
-            while work or posted:
-                while work and len(posted) < WINDOW:
-                    rank, parts, read = work.popleft()
-                    attempt.check_time(rank, parts[0][0])
-                    with naming(attempt.place(rank, parts[0][0])):
-                        posted.append((rank, parts, read, read.start()))
-                rank, parts, read, done = posted.popleft()
-                began = time.monotonic()
-                with naming(attempt.place(rank, parts[0][0])):
-                    while not done:
-                        # polling is what moves the bytes of a network transport: without rest first, then with
-                        time.sleep(0 if time.monotonic() - began < 0.005 else 2e-4)
-                        done = read.done()
-                        if not done and time.monotonic() > attempt.deadline:
-                            break
-                if not done:
-                    attempt.check_time(rank, parts[0][0])
-                checks += [(rank, c, verifier.submit(xxhash.xxh3_64_intdigest, here)) for c, here in parts]
-            for rank, chunk, digest in checks:
-                if digest.result() != chunk.digest:
-                    raise TransferError(
-                        f"{attempt.place(rank, chunk)}: bytes differ from their digest; the slot was overwritten "
-                        "while it was read (a lease ended too soon) or they were altered on the way"
-                    )
 
     def _fail_session(self, attempt: Attempt, session: Session) -> None:
         with attempt.lock:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import threading
 
-import xxhash
-
 from milkweed.transfer.layout import CHUNK_BYTES
-from milkweed.transfer.manifest import Chunk, RankManifest, Region, Staged, Target
+from milkweed.transfer.manifest import RankManifest, Region, Staged, Target
 from milkweed.transfer.nixl import Agent
+from milkweed.transfer.publisher import digested
 from milkweed.transfer.slots import Slot
 
 
@@ -32,7 +31,7 @@ class Relay:
                 # kept, and with it the memory: unmapping what a peer knows can crash this process
                 self._files[key] = (slot.file, self._agent.metadata)
             bounds = [(at, min(CHUNK_BYTES, staged.nbytes - at)) for at in range(0, staged.nbytes, CHUNK_BYTES)]
-            chunks = [Chunk(at, n, xxhash.xxh3_64_intdigest(slot.bytes[at : at + n])) for at, n in bounds]
+            chunks = digested(slot.bytes, bounds)
             share = RankManifest(
                 version=staged.version, rank=0, agent=self._agent.name, metadata=self._files[key][1],
                 address=slot.bytes.ctypes.data, slot=0, nbytes=staged.nbytes, chunks=chunks, shards=[],
