@@ -17,8 +17,10 @@ from milkweed.transfer.manifest import Chunk, RankManifest
 from milkweed.transfer.nixl import Read
 from milkweed.transfer.session import Session
 
-WINDOW = 4
-"""READs posted ahead: over a network one alone would wait a round trip for each chunk."""
+WINDOW_BYTES, WINDOW = 32 << 20, 64
+"""Bytes and READs posted ahead: over a network one alone would wait a round trip for each chunk."""
+SPIN_S = 0.25
+"""How long polls follow each other without rest since something arrived."""
 
 Parts = Sequence[tuple[Chunk, np.ndarray]]
 """The chunks that one READ brings, and the memory that each lands in."""
@@ -59,22 +61,25 @@ def read_packed(attempt: Attempt, session: Session, arrival: Arrival) -> None:
 
 
 def _complete(attempt: Attempt, work: _Work) -> None:
-    """Do every READ, `WINDOW` posted at a time, verifying in a second thread what has arrived."""
+    """Do every READ, a window of them posted at a time, verifying in a second thread what has arrived."""
     posted: deque[tuple[RankManifest, Parts, Read, bool]] = deque()
+    ahead = 0
     checks: list[tuple[RankManifest, Future[Chunk | None]]] = []
     with ThreadPoolExecutor(1, thread_name_prefix="mw-verify") as verifier:
         while work or posted:
-            while work and len(posted) < WINDOW:
+            while work and len(posted) < WINDOW and (ahead < WINDOW_BYTES or not posted):
                 rank, parts, read = work.popleft()
+                ahead += _nbytes(parts)
                 attempt.check_time(rank, parts[0][0])
                 with naming(attempt.place(rank, parts[0][0])):
                     posted.append((rank, parts, read, read.start()))
             rank, parts, read, done = posted.popleft()
+            ahead -= _nbytes(parts)
             began = time.monotonic()
             with naming(attempt.place(rank, parts[0][0])):
                 while not done:
-                    # polling is what moves the bytes of a network transport: without rest first, then with
-                    time.sleep(0 if time.monotonic() - began < 0.005 else 2e-4)
+                    # polling is what moves the bytes of a network transport; who rests has half the speed
+                    time.sleep(0 if time.monotonic() - began < SPIN_S else 2e-4)
                     done = read.done()
                     if not done and time.monotonic() > attempt.deadline:
                         break
@@ -87,6 +92,10 @@ def _complete(attempt: Attempt, work: _Work) -> None:
                     f"{attempt.place(rank, chunk)}: bytes differ from their digest; the slot was overwritten "
                     "while it was read (a lease ended too soon) or they were altered on the way"
                 )
+
+
+def _nbytes(parts: Parts) -> int:
+    return sum(chunk.nbytes for chunk, _ in parts)
 
 
 def _altered(parts: Parts) -> Chunk | None:
