@@ -23,7 +23,6 @@ from milkweed.types import PolicyVersion
 
 pytestmark = pytest.mark.stack
 ROWS, COLUMNS = 1024, 4096
-BLOCK = 1 << 20
 
 
 def layout() -> EngineLayout:
@@ -90,8 +89,12 @@ class Plane:
             copy(job for jobs in filling.parts() for job in jobs)
             filling.check()
 
-    def serves_the_trainers_weights(self) -> bool:
-        a, b, c = (self.values[n] for n in "abc")
+    def use(self, dtype: str) -> None:
+        """Send in that dtype."""
+        self.packings = [Packing(self.layout, b, dtype) for b in self.boxes]
+
+    def serves_the_trainers_weights(self, dtype: str = "") -> bool:
+        a, b, c = (self.values[n].to(getattr(torch, dtype or "float32")).float() for n in "abc")
         want = [
             {"a": a[: ROWS // 2], "b": b[:, : COLUMNS // 2], "c": c},
             {"a": a[ROWS // 2 :], "b": b[:, COLUMNS // 2 :], "c": c},
@@ -112,23 +115,47 @@ def test_what_was_packed_is_what_engines_copy(plane):
     assert plane.serves_the_trainers_weights()
 
 
-def test_an_update_of_a_few_blocks_moves_and_commits_little(plane):
+def blocks(manifest: Manifest) -> list[int]:
+    return [chunk.digest for rank in manifest.ranks for chunk in rank.chunks]
+
+
+@pytest.mark.parametrize("dtype", ["", "bfloat16"])
+def test_an_update_of_two_percent_of_the_blocks_moves_and_commits_as_little(plane, dtype):
+    plane.use(dtype)
     for step in (1, 2):  # a full one in each slot
-        staged = plane.pull(plane.publish(step))
+        manifest = plane.publish(step)
+        staged = plane.pull(manifest)
         plane.pullers[0].keep_only({"engine": staged.version})
     plane.commit(staged)
-    nbytes = plane.layout.payload
-    for step in range(3, 7):
-        plane.values["c"][step * 16 : step * 16 + 4, : COLUMNS // 2] += 1.0  # some rows, in one block of one rank
-        plane.values["a"][7, 5] += 1.0
-        staged = plane.pull(plane.publish(step))
-        last = plane.pullers[0].status()["last"]
-        assert 0 < last["moved"] <= 0.1 * nbytes, last
+    for step in range(3, 9):
+        before = blocks(manifest)
+        name, row, column = ("a", "b")[step % 2], step * 100, (5, COLUMNS - 3)[step % 3 == 0]
+        plane.values[name][row, column] += 1.0
+        manifest = plane.publish(step)
+        changed = sum(x != y for x, y in zip(before, blocks(manifest), strict=True))
+        assert 0 < changed <= 0.02 * len(before) * (2 if dtype else 1)  # half as many blocks when half is sent
+        staged = plane.pull(manifest)
+        # what the free slot has, two versions old, is brought up to date: from here, where the other slot has it
+        assert 0 < plane.pullers[0].status()["last"]["moved"] <= 0.05 * manifest.nbytes
         assert staged.base == PolicyVersion(0, step - 1) and staged.ranges
-        assert sum(n for _, n in staged.ranges) < 0.5 * plane.layout.nbytes
+        assert sum(n for _, n in staged.ranges) <= 0.05 * plane.layout.nbytes
         plane.commit(staged, changed_only=True)
         plane.pullers[0].keep_only({"engine": staged.version})
+        assert plane.serves_the_trainers_weights(dtype)
+
+
+def test_a_chain_that_broke_is_sent_and_committed_whole(plane):
+    plane.commit(plane.pull(plane.publish(1)))
+    plane.values["a"][7, 5] += 1.0
+    fresh = Puller(uuid.uuid4().hex[:8], "late")  # has no version before
+    try:
+        manifest = plane.publish(2)
+        staged = asyncio.run(fresh.pull(manifest, 60.0, ["engine"]))
+        assert staged.ranges is None and fresh.status()["last"]["moved"] >= plane.layout.payload
+        plane.commit(staged)
         assert plane.serves_the_trainers_weights()
+    finally:
+        fresh.close()
 
 
 def test_a_host_hands_a_version_on(plane):
@@ -245,8 +272,7 @@ def test_an_overwritten_version_is_never_committed(plane):
 
 
 def test_bfloat16_on_the_way_is_the_cast_of_what_was_sent(plane):
-    plane.packings = [Packing(plane.layout, b, "bfloat16") for b in plane.boxes]
+    plane.use("bfloat16")
     plane.commit(plane.pull(plane.publish(1)))
-    plane.values = {n: t.to(torch.bfloat16).float() for n, t in plane.values.items()}
-    assert plane.serves_the_trainers_weights()
+    assert plane.serves_the_trainers_weights("bfloat16")
     assert np.isclose(plane.publish(2).nbytes, plane.layout.payload / 2, rtol=0.01)
