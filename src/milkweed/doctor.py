@@ -316,9 +316,10 @@ def bandwidth(lane: str) -> Iterator[Finding]:
         yield Finding("bandwidth", str(error), WRONG, mend)
         return
     yield Finding("bandwidth", probe.line)
+    yield Finding("weights", probe.ways)
     for warning in probe.warnings:
-        what, _, mend = warning.rpartition(": ")
-        yield Finding("bandwidth", what or warning, NOTE, mend if what else "")
+        what, _, mend = warning.partition(": ")
+        yield Finding("bandwidth", what, NOTE, mend)
 
 
 _IMPORTS = """

@@ -5,7 +5,8 @@ import msgspec
 from milkweed.transfer.probe import Probe, judge
 
 GOOD = Probe(
-    nixl="1.5.1", plugins=["UCX"], backends=["UCX"], nbytes=1 << 26, memcpy_gb_s=6.8, readv_gb_s=5.5, nixl_gb_s=5.4
+    nixl="1.5.1", plugins=["UCX"], backends=["UCX"], nbytes=1 << 26, memcpy_gb_s=6.8, readv_gb_s=5.5, nixl_gb_s=5.4,
+    shm_gb_s=6.6,
 )
 
 
@@ -25,3 +26,14 @@ def test_a_kernel_that_refuses_reads_between_processes_is_named_with_its_mend():
     first, second = judge(refused)
     assert "ptrace_scope=0" in first and "below the floor" in second
     assert "process_vm_readv refused" in refused.line
+
+
+def test_the_ways_of_the_weights_are_said_with_their_speeds():
+    assert GOOD.ways.startswith("shared memory on the trainer's host (6.6 GB/s), NIXL over UCX (5.4 GB/s), messages")
+
+
+def test_shared_memory_that_is_slow_or_not_there_is_named_with_its_mend():
+    (none,) = judge(msgspec.structs.replace(GOOD, shm_gb_s=None))
+    assert "/dev/shm has no room" in none and "--shm-size" in none
+    (slow,) = judge(msgspec.structs.replace(GOOD, shm_gb_s=1.0))
+    assert "copies into /dev/shm reach 1.00 GB/s, below 0.4 of memcpy (6.80)" in slow

@@ -8,9 +8,11 @@ for it.
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 
@@ -28,7 +30,8 @@ class Probe(msgspec.Struct, kw_only=True):
     """What was measured: GB/s are the best of several reads of `nbytes`, since other work on the host only slows.
 
     `readv_gb_s` is a raw `process_vm_readv`, None where the kernel refuses it; NIXL's fast way on one host uses the
-    same call. `warnings` hold one line for each thing that is wrong, with its mend.
+    same call. `shm_gb_s` is a copy into a file of /dev/shm, which is how weights reach engines on the trainer's own host;
+    None where there is no room. `warnings` hold one line for each thing that is wrong, with its mend.
     """
 
     nixl: str
@@ -38,12 +41,19 @@ class Probe(msgspec.Struct, kw_only=True):
     memcpy_gb_s: float
     readv_gb_s: float | None
     nixl_gb_s: float
+    shm_gb_s: float | None = None
     warnings: list[str] = []
 
     @property
     def ratio(self) -> float:
         """NIXL's speed over memcpy's."""
         return self.nixl_gb_s / self.memcpy_gb_s
+
+    @property
+    def ways(self) -> str:
+        """How weights travel with `transfer.transport = "auto"`, in order of choice."""
+        first = "" if self.shm_gb_s is None else f"shared memory on the trainer's host ({self.shm_gb_s:.1f} GB/s), "
+        return f"{first}NIXL over {', '.join(self.backends)} ({self.nixl_gb_s:.1f} GB/s), messages where neither connects"
 
     @property
     def line(self) -> str:
@@ -88,7 +98,29 @@ def judge(probe: Probe, floor: float = FLOOR) -> list[str]:
         found.append(
             f"NIXL reads at {probe.nixl_gb_s:.2f} GB/s, {probe.ratio:.2f} of memcpy, below the floor of {floor:g}: {mend}"
         )
+    if probe.shm_gb_s is None:
+        found.append(
+            f"/dev/shm has no room for {probe.nbytes} bytes, so engines cannot be given weights: enlarge it (docker: "
+            "--shm-size)"
+        )
+    elif probe.shm_gb_s < floor * probe.memcpy_gb_s:
+        found.append(
+            f"copies into /dev/shm reach {probe.shm_gb_s:.2f} GB/s, below {floor:g} of memcpy ({probe.memcpy_gb_s:.2f}): "
+            "is memory swapped, or limited by the container?"
+        )
     return found
+
+
+def _shared(source: int, nbytes: int, repeats: int) -> float | None:
+    """GB/s of copies into a file of /dev/shm, whose pages are there already; None where there is no room."""
+    with tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="mw-probe-") as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+            memory = mmap.mmap(file.fileno(), nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        except OSError:  # the probe says so
+            return None
+        there = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        return _best(lambda: ctypes.memmove(there, source, nbytes), nbytes, repeats)
 
 
 def _best(work: Callable[[], object], nbytes: int, repeats: int) -> float:
@@ -156,6 +188,7 @@ def _measure(source: subprocess.Popen[bytes], nbytes: int, repeats: int, deadlin
     probe = Probe(
         nixl=installed_version() or "?", plugins=agent.plugins, backends=agent.backends, nbytes=nbytes,
         memcpy_gb_s=memcpy_gb_s, readv_gb_s=readv_gb_s, nixl_gb_s=nixl_gb_s,
+        shm_gb_s=_shared(other.address, nbytes, repeats),
     )  # fmt: skip
     probe.warnings = judge(probe)
     return probe
