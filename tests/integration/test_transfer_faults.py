@@ -141,7 +141,7 @@ def test_a_reader_killed_before_during_or_after_its_pull_keeps_nobody(field, rea
     other = field.reader()
     for strike in (0, 2, 99):
         dying = field.reader()
-        manifest = field.publish(["dying", "other"], ttl_s=3.0)
+        manifest = field.publish(["dying", "other"], ttl_s=1.5)
         if strike == 0:
             dying.process.kill()
         else:
@@ -201,7 +201,7 @@ def test_a_rank_restarted_under_its_old_name_is_another(field, reader):
     stale = msgspec.structs.replace(before.ranks[1], version=again.version).sealed()
     mixed = Manifest(again.version, [again.ranks[0], stale])
     fresh = field.reader()
-    assert "trainer rank 1" in failed(fresh.call("pull", mixed, 4.0), 4.0)
+    assert "trainer rank 1" in failed(fresh.call("pull", mixed, 2.0), 2.0)
     good(fresh.call("pull", again, 20.0))
 
 
