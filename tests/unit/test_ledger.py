@@ -313,11 +313,11 @@ def test_diff_names_the_first_step_and_quantity_in_which_two_runs_part(tmp_path,
     assert "step 3: loss: 0.5 and 0.75" in capsys.readouterr().out
 
 
-KILLS = 100
+KILLS = 70
 
 
-@pytest.mark.parametrize("staleness", [0, 2])
-def test_a_run_killed_again_and_again_loses_and_doubles_nothing(tmp_path, staleness):
+@pytest.mark.parametrize(("staleness", "power_cut"), [(0, True), (2, True), (0, False)])
+def test_a_run_killed_again_and_again_loses_and_doubles_nothing(tmp_path, staleness, power_cut):
     dice = random.Random(staleness)
     limits = Limits(groups=3, samples=2, staleness=staleness, steps=200)
     saved, folder, told = PolicyVersion(), tmp_path / "0", {}
@@ -335,10 +335,10 @@ def test_a_run_killed_again_and_again_loses_and_doubles_nothing(tmp_path, stalen
                 limits,
                 ledger,
                 seed=dice.random(),
-                fails=0.1,
+                fails=0.1 * power_cut,
                 version=version,
                 stream=stream,
-                lineage=Lineage(resumed.lineage, resumed.previous, version.step),
+                lineage=Lineage(resumed.lives, resumed.steps),
                 numbers=iter(range(resumed.next_number, 10**9)),
             )
             world.generator.restore(resumed.held, stream.at, resumed.again)
@@ -363,7 +363,7 @@ def test_a_run_killed_again_and_again_loses_and_doubles_nothing(tmp_path, stalen
                 await world.generator.close()
                 ledger.close()
                 return
-            kill(folder, tmp_path / str(life + 1), dice, durable)
+            kill(folder, tmp_path / str(life + 1), dice, durable if power_cut else sizes(folder))
             await world.generator.close()
             ledger.close()
 
@@ -379,6 +379,8 @@ def test_a_run_killed_again_and_again_loses_and_doubles_nothing(tmp_path, stalen
     assert report.trained + sum(report.dropped.values()) == report.issued
     final = [t for step in sorted(told) for t in told[step][-1][1]]
     assert len(final) == len(set(final)), "none is trained twice"
+    if not power_cut:
+        assert report.dropped == {} and final == [f"train:{n // 2}/{n % 2}" for n in range(200 * 6)], "as if it had been left alone"
 
 
 def _prompt(i):

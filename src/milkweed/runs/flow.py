@@ -81,7 +81,7 @@ class Flow:
     def resume(self, version: PolicyVersion, *, same: bool) -> None:
         """Begin a life at `version`. Raises DataError where ledger and checkpoint do not go together."""
         self.resumed = r = self.ledger.resume(version, staleness=self.config.staleness, same=same)
-        self._lineage = Lineage(r.lineage, r.previous, version.step)
+        self._lineage = Lineage(r.lives, r.steps)
         self._numbers = itertools.count(r.next_number)
         if r.held:
             whole = sum(len(h.finished) for h in r.held)
@@ -202,11 +202,13 @@ class Flow:
         written = bool(self._listed)
         if self._listed:
             self.ledger.train(version, self._listed)
+            self._lineage.trained(version, list(dict.fromkeys(number for number, *_ in self._listed)))
             self._listed = []
         for generator in self._generators.values():
             written = generator.trained(version) or written
         if not written:
             self.ledger.train(version, [])
+            self._lineage.trained(version, [])
 
     def updated(self, model: Trainer, batch: Batch) -> None:
         """`model` has just taken an optimiser step on `batch`: kept so that it can be taken again. After `trained`."""

@@ -77,9 +77,9 @@ class Generator:
         for made in self._given:
             self._records.drop(made.number, live(made), "handed out but not trained")
         self._given, self._next = [], now.step
-        self._expire(now)
         if (planned := self._planned(now)) is not None:
-            return self._hand_out(planned, now)
+            return self._hand_out(planned, now)  # what was sampled after it is not old until the steps up to there are done again
+        self._expire(now)
         while True:
             self._raise()
             await self._records.room()
@@ -101,8 +101,7 @@ class Generator:
         if not self._given:
             return False
         self._records.train(version, self._given_rows, again=self._replaying)
-        if self._replaying:
-            self.lineage.reached = version.step
+        self.lineage.trained(version, list(dict.fromkeys(number for number, *_ in self._given_rows)))
         self._given, self._given_rows = [], []
         return True
 

@@ -52,15 +52,14 @@ class HeldGroup(msgspec.Struct, kw_only=True):
 class Resumed(msgspec.Struct, kw_only=True):
     """What a run that goes back to a checkpoint finds: the groups it holds (oldest first), the groups that steps after
     the checkpoint had trained (to be trained again, in this order), where each stream goes on, and how many bytes were
-    cut from torn segments. `lineage` says for each incarnation before `previous` (the life before) up to which step
-    their weights are the same."""
+    cut from torn segments. `lives` and `steps` are what a Lineage is made of."""
 
     held: list[HeldGroup]
     again: dict[int, list[int]]
     streams: dict[str, int]
     next_number: int
-    lineage: dict[int, int]
-    previous: int | None = None
+    lives: list[tuple[int, int, int]]
+    steps: list[tuple[int, int, str]]
     cut: int = 0
 
 

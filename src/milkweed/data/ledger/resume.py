@@ -61,8 +61,8 @@ def go_back(index: sqlite3.Connection, segments: Segments, version: PolicyVersio
         again=again,
         streams=dict(index.execute("SELECT stream, max(position) + 1 FROM issued WHERE stream != '' GROUP BY stream")),
         next_number=(index.execute("SELECT max(number) FROM issued").fetchone()[0] or 0) + 1,
-        lineage={} if lives is None else lineage(index, lives),
-        previous=lives,
+        lives=_lives(index),
+        steps=index.execute("SELECT incarnation, step, groups FROM steps ORDER BY incarnation, step").fetchall(),
     )
 
 
@@ -111,19 +111,10 @@ def _held(index: sqlite3.Connection, segments: Segments) -> list[HeldGroup]:
     return list(groups.values())
 
 
-def lineage(index: sqlite3.Connection, incarnation: int) -> dict[int, int]:
-    """For each incarnation before `incarnation` the last step up to which both have the same weights: where the earlier
-    was gone back from, or further where the steps after that were trained again from the same groups."""
-    common: dict[int, int] = {}
-    upto: int | None = None
-    lives = index.execute("SELECT incarnation, resumed, same FROM lives WHERE incarnation <= ? ORDER BY incarnation DESC", (incarnation,)).fetchall()
-    for (life, resumed, same), (before, _, _) in zip(lives, lives[1:]):
-        reached = resumed
-        if same:
-            for (step,) in index.execute("SELECT step FROM steps WHERE incarnation=? AND again=1 AND step > ? ORDER BY step", (life, resumed)):
-                if step != reached + 1:
-                    break
-                reached = step
-        upto = reached if upto is None else min(upto, reached)
-        common[before] = upto
-    return common
+def _lives(index: sqlite3.Connection) -> list[tuple[int, int, int]]:
+    """`(incarnation, step it went back to, the life that began its configuration)`, oldest first."""
+    lives, configuration = [], 0
+    for incarnation, resumed, same in index.execute("SELECT incarnation, resumed, same FROM lives ORDER BY incarnation"):
+        configuration = configuration if same else incarnation
+        lives.append((incarnation, resumed, configuration))
+    return lives
