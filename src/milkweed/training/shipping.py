@@ -25,6 +25,9 @@ class Shipped(msgspec.Struct, frozen=True):
     parts: list[Part] = []
 
 
+_known: dict[bytes, tuple[list[Part], str]] = {}
+
+
 def ship(function: Callable[..., Any]) -> Shipped:
     """Pack `function` for the ranks. What it refers to in modules beside the script travels with it.
 
@@ -45,7 +48,11 @@ def ship(function: Callable[..., Any]) -> Shipped:
     finally:
         if by_value:
             cloudpickle.unregister_pickle_by_value(module)
-    made_of, digest = parts(function)
+    if payload not in _known:  # the same bytes are the same function, holding the same values
+        if len(_known) >= 64:
+            _known.clear()
+        _known[payload] = parts(function)
+    made_of, digest = _known[payload]
     source = made_of[0].source if made_of and made_of[0].name == name else source_text(function)
     return Shipped(name, textwrap.dedent(source), digest, payload, made_of)
 
