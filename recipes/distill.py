@@ -16,7 +16,9 @@ class Config(mw.RunConfig, kw_only=True):
     teacher: str = ""
     """The teacher's folder, of the same tokenizer; empty: the model itself as it was, only surer of what it says."""
     teacher_temperature: float = 0.5
-    """The teacher's logits are divided by it."""
+    """The teacher's logits are divided by it; engines know 1 only."""
+    engine: bool = False
+    """Serve the teacher's folder with engines of its own instead of a trainer's ranks."""
     top_k: int = 0
     """Compare the teacher's so many likeliest words at each token; 0: only the word that was sampled."""
     steps: int = 60
@@ -30,8 +32,9 @@ class Config(mw.RunConfig, kw_only=True):
     trainer: mw.TrainerConfig = mw.TrainerConfig(lr=4e-4, warmup_steps=4, decay="linear", seq_len=256, micro_rows=64)
 
 
-async def taught(cfg: Config, teacher: mw.Trainer, batch: mw.Batch) -> mw.Batch:
+async def taught(cfg: Config, run: mw.Run, batch: mw.Batch) -> mw.Batch:
     """`batch` with what the teacher says of each token."""
+    teacher = run.mesh.teacher if cfg.engine else run.mesh.reference
     asked = replace(batch, temperature=cfg.teacher_temperature)
     batch.extra["teacher_logprobs"] = await teacher.logprobs(asked)
     if cfg.top_k:
@@ -43,7 +46,7 @@ async def taught(cfg: Config, teacher: mw.Trainer, batch: mw.Batch) -> mw.Batch:
 async def reverse_kl(cfg: Config, run: mw.Run, solve: mw.Environment, exam: list[mw.Prompt]) -> float:
     """KL from student to teacher a token, on samples of held-out prompts; k3, which varies least."""
     groups = await run.sample(solve, exam, n=4)
-    batch = await taught(cfg, run.mesh.reference, mw.batch(groups, mw.algorithms.reinforce))
+    batch = await taught(cfg, run, mw.batch(groups, mw.algorithms.reinforce))
     kl = mw.algorithms.kl_estimate(batch.logprobs, batch.extra["teacher_logprobs"], batch.mask, "k3")
     return (kl * batch.weights).sum().item()
 
@@ -51,7 +54,8 @@ async def reverse_kl(cfg: Config, run: mw.Run, solve: mw.Environment, exam: list
 async def main(cfg: Config) -> None:
     train_set, held_out = sft.sums()
     model = cfg.model or await sft.warm_model(cfg.seed)
-    async with mw.start(cfg, model=model, reference=cfg.teacher or True) as run:
+    teacher = {"teacher": cfg.teacher or model} if cfg.engine else {"reference": cfg.teacher or True}
+    async with mw.start(cfg, model=model, **teacher) as run:
         solve = mw.single_turn(grpo.reward)
         loss = mw.algorithms.distill_top_k_loss() if cfg.top_k else mw.algorithms.distill_loss()
         prompts, exam = run.stream(train_set), run.render(held_out[: cfg.eval_prompts])
@@ -59,7 +63,7 @@ async def main(cfg: Config) -> None:
         async for step in run.steps():
             groups = await run.sample(solve, prompts.take(cfg.prompts), n=cfg.samples)
             batch = mw.batch(groups, mw.algorithms.reinforce)
-            await run.train(await taught(cfg, run.mesh.reference, batch), loss)
+            await run.train(await taught(cfg, run, batch), loss)
             await run.publish()
             if step % cfg.eval_every == 0:
                 run.note(held_out_reverse_kl=await reverse_kl(cfg, run, solve, exam))

@@ -8,6 +8,7 @@ pairs. The seed is 0 throughout.
 from __future__ import annotations
 
 import asyncio
+import shutil
 import typing
 from pathlib import Path
 
@@ -139,6 +140,28 @@ def test_distillation_comes_near_its_teacher(lr, warm, tmp_path):
     import distill
 
     cfg = config(distill, tmp_path / "run", lr, DISTILL_STEPS, model=str(warm))
+    run(distill.main(cfg), tmp_path)
+    first, last = (numbers(tmp_path / "run", "held_out_reverse_kl")[i] for i in (0, -1))
+    assert (last <= 0.2 * first) == (lr > 0), (first, last)
+
+
+def surer(model: Path, folder: Path) -> Path:
+    """`model` with its logits doubled: the last norm's scale is."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(model, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"] * 2
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("lr", [4e-4, 0.0])
+def test_distillation_from_a_teacher_on_engines_comes_near_it_too(lr, warm, tmp_path):
+    import distill
+
+    teacher = {"teacher": str(surer(warm, tmp_path / "teacher")), "engine": True, "teacher_temperature": 1.0, "top_k": 8}
+    cfg = config(distill, tmp_path / "run", lr, DISTILL_STEPS, model=str(warm), **teacher)
     run(distill.main(cfg), tmp_path)
     first, last = (numbers(tmp_path / "run", "held_out_reverse_kl")[i] for i in (0, -1))
     assert (last <= 0.2 * first) == (lr > 0), (first, last)

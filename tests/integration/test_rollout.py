@@ -16,10 +16,10 @@ import msgspec
 import pytest
 
 from milkweed.config import load_mesh
-from milkweed.errors import DataError, FleetError, TransferError
+from milkweed.errors import ConfigError, DataError, FleetError, TransferError
 from milkweed.fleet import Fleet
 from milkweed.models import new_qwen3
-from milkweed.rollout import Router
+from milkweed.rollout import Router, Teacher
 from milkweed.rollout.protocol import decode_report, encode
 from milkweed.rollout.sglang_hooks import FAULTS
 from milkweed.transfer.manifest import Staged, StagedTensor
@@ -153,6 +153,36 @@ def test_logprobs_are_those_of_the_full_distribution_at_the_sampling_temperature
 
     for c in rig.run(work()):
         assert rig.worst(c) < 1e-4, c.sampling
+
+
+def test_a_teacher_on_engines_says_of_given_tokens_what_transformers_says(rig: Rig) -> None:
+    """Packed sequences of several lengths, one of a single token, and padding; asked twice, so from a warm cache too."""
+    import torch
+
+    from milkweed.types import Batch
+
+    rows, spans = torch.randint(40, 80, (2, 16)), [(0, 0, 7), (0, 7, 8), (0, 8, 14), (1, 0, 16)]
+    segments = torch.full((2, 16), -1)
+    for number, (row, start, end) in enumerate(spans):
+        segments[row, start:end] = number
+    nothing = torch.zeros(2, 16)
+    batch = Batch(rows, nothing.long(), segments, nothing.bool(), nothing, nothing, nothing)
+    teacher = Teacher(rig.router)
+    want, best = torch.zeros(2, 16), torch.zeros(2, 16, 5)
+    for row, start, end in spans:
+        with torch.no_grad():
+            said = rig.model(VERSIONS[0])(rows[row : row + 1, start:end]).logits[0, :-1].log_softmax(-1)
+        want[row, start + 1 : end] = said.gather(1, rows[row, start + 1 : end, None])[:, 0]
+        best[row, start + 1 : end] = said.topk(5).values
+    for _ in range(2):
+        ids, top = rig.run(teacher.top_logprobs(batch, 5))
+        torch.testing.assert_close(rig.run(teacher.logprobs(batch)), want, rtol=0, atol=1e-4)
+        torch.testing.assert_close(top, best, rtol=0, atol=1e-4)
+    with torch.no_grad():
+        assert ids[1, 1:].equal(rig.model(VERSIONS[0])(rows[1:]).logits[0, :-1].topk(5).indices)
+    batch.temperature = 0.5
+    with pytest.raises(ConfigError, match="temperature 1"):
+        rig.run(teacher.logprobs(batch))
 
 
 def test_text_stops_and_finish_reasons(rig: Rig) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from milkweed.errors import DataError, DeadlineExceeded, FleetError, PeerDied, TransferError
+from milkweed.errors import ConfigError, DataError, DeadlineExceeded, FleetError, PeerDied, TransferError
 from milkweed.rollout.protocol import (
     Collected,
     CommitReport,
@@ -20,8 +20,9 @@ from milkweed.rollout.protocol import (
     encode,
 )
 from milkweed.rollout.router import Router
+from milkweed.rollout.teacher import Teacher
 from milkweed.transfer.manifest import Staged
-from milkweed.types import PolicyVersion, Sampling, VersionSpan
+from milkweed.types import Batch, PolicyVersion, Sampling, VersionSpan
 
 V0, V1, V2 = PolicyVersion(0, 0), PolicyVersion(0, 1), PolicyVersion(0, 2)
 
@@ -117,6 +118,38 @@ def test_samples_of_one_turn_travel_in_one_message_and_are_spread_evenly() -> No
         assert [c.token_ids for c in done] == [[i] for i in range(40)]
         assert [len(r.submits) for r in replicas] == [1, 1]
         assert [len(r.submits[0]) for r in replicas] == [20, 20]
+
+    scenario(2, work)
+
+
+def test_a_teacher_asks_for_each_packed_sequence_and_puts_the_answers_where_its_tokens_stand() -> None:
+    import torch
+
+    def score(r: Any) -> EngineReply:
+        assert r.score is not None and r.sampling == Sampling()
+        rest = r.token_ids[1:]
+        return EngineReply(
+            id=r.id, logprobs=[0.0] + [-0.5 * t for t in rest],
+            top_ids=[[t, t + 1][: r.score] for t in rest], top_logprobs=[[-1.0, -2.0][: r.score] for _ in rest],
+        )  # fmt: skip
+
+    async def work(router: Router, replicas: list[FakeReplica]) -> None:
+        for r in replicas:
+            r.answer = score
+        tokens = torch.tensor([[3, 4, 5, 6, 7, 0], [8, 9, 0, 0, 0, 0]])
+        segments = torch.tensor([[1, 1, 0, 0, 0, -1], [2, 2, -1, -1, -1, -1]])
+        nothing = torch.zeros(2, 6)
+        batch = Batch(tokens, nothing.long(), segments, nothing.bool(), nothing, nothing, nothing)
+        teacher = Teacher(router)
+        logprobs = await teacher.logprobs(batch)
+        assert logprobs.tolist() == [[0, -2.0, 0, -3.0, -3.5, 0], [0, -4.5, 0, 0, 0, 0]]
+        ids, top = await teacher.top_logprobs(batch, 2)
+        assert ids[0].tolist() == [[0, 0], [4, 5], [0, 0], [6, 7], [7, 8], [0, 0]] and ids[1, 1].tolist() == [9, 10]
+        assert top[0, 3].tolist() == [-1.0, -2.0] and not top[segments < 0].any()
+        with pytest.raises(ConfigError, match="reference"):
+            await teacher.logprobs(Batch(tokens, *[nothing.long(), segments, nothing.bool()], *[nothing] * 3, temperature=0.5))
+        with pytest.raises(ConfigError, match="k must be"):
+            await teacher.top_logprobs(batch, 0)
 
     scenario(2, work)
 

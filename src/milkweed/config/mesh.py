@@ -125,6 +125,9 @@ class MeshConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reward_model: TrainerConfig | None = None
     """As `reference`, for a learned reward; `reward` are the processes that run reward functions."""
     rollout: EngineConfig = EngineConfig()
+    teacher: EngineConfig | None = None
+    """Engines of a teacher, for recipes that ask one; absent, as many as `rollout`, on the same devices: on GPUs give them
+    some of their own, or lower mem_fraction_static in both."""
     reward: RewardConfig = RewardConfig()
     transfer: TransferConfig = TransferConfig()
     origin: str = "this mesh"
@@ -145,6 +148,10 @@ class MeshConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The degrees of a role of `POLICIES`: its own table's, or the trainer's."""
         return getattr(self, role) or self.trainer
 
+    def engines(self, role: str) -> EngineConfig:
+        """The engines of "rollout" or "teacher": the latter's own table's, or the former's."""
+        return (self.teacher if role == "teacher" else None) or self.rollout
+
     def _check_values(self) -> None:
         if self.hosts.kind != "local":
             raise self._wrong(
@@ -157,7 +164,7 @@ class MeshConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise self._wrong(
                 "hosts.orphan_grace_s", f"{self.hosts.orphan_grace_s:g} is not supported by this version; set it to 0"
             )
-        for table in ("hosts", *POLICIES, "rollout", "reward"):
+        for table in ("hosts", *POLICIES, "rollout", "teacher", "reward"):
             part = getattr(self, table)
             for key in part.__struct_fields__ if part is not None else ():
                 value = getattr(part, key)
@@ -172,8 +179,8 @@ class MeshConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
 
     def _layout(self) -> dict[tuple[str, int], Place]:
-        """Every replica's place. GPUs go to trainer, reference, critic, reward model, rollout, in this order; a replica
-        stays on one host."""
+        """Every replica's place. GPUs go to trainer, reference, critic, reward model, rollout, teacher, in this order; a
+        replica stays on one host."""
         cpu = self.device == "cpu"
         free = [list(range(h * self.hosts.gpus, (h + 1) * self.hosts.gpus)) for h in range(self.hosts.count)]
         found: dict[tuple[str, int], Place] = {}
@@ -189,7 +196,7 @@ class MeshConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                     return
             have = self.hosts.count * self.hosts.gpus
             taken = have - sum(map(len, free))
-            key = f"{role}.replicas" if role == "rollout" else role
+            key = f"{role}.replicas" if role in ("rollout", "teacher") else role
             raise self._wrong(
                 key,
                 f"{role}{index} needs {gpus} GPU{'s' * (gpus > 1)} of one host; {taken} of {have} are taken "
@@ -205,6 +212,10 @@ class MeshConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 found[role, 0] = found["trainer", 0]
         for index in range(self.rollout.replicas):
             put("rollout", index, self.rollout.tensor_parallel, self.rollout.threads)
+            if self.teacher is None:
+                found["teacher", index] = found["rollout", index]
+        for index in range(self.teacher.replicas if self.teacher is not None else 0):
+            put("teacher", index, self.teacher.tensor_parallel, self.teacher.threads)
         for index in range(self.reward.replicas):
             found["reward", index] = Place(index % self.hosts.count, (), self.reward.threads, cpu)
         return found

@@ -2,5 +2,6 @@
 
 from milkweed.rollout.protocol import CommitReport, EngineSpec, EngineStats, SampleError
 from milkweed.rollout.router import Router, UpdateReport
+from milkweed.rollout.teacher import Teacher
 
-__all__ = ["CommitReport", "EngineSpec", "EngineStats", "Router", "SampleError", "UpdateReport"]
+__all__ = ["CommitReport", "EngineSpec", "EngineStats", "Router", "SampleError", "Teacher", "UpdateReport"]

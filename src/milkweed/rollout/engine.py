@@ -194,8 +194,10 @@ class RolloutEngine:
         engine = self._sglang
         assert engine is not None
         try:
-            answer = await engine.generate(r.id, r.token_ids, r.sampling)
-            reply = self._read(r, answer)
+            if r.score is not None:
+                reply = self._read_score(r, await engine.score(r.id, r.token_ids, r.score))
+            else:
+                reply = self._read(r, await engine.generate(r.id, r.token_ids, r.sampling))
         except asyncio.CancelledError:
             return  # the canceller has answered
         except Exception as e:  # whatever SGLang refuses or fails at, only this request is lost
@@ -238,6 +240,24 @@ class RolloutEngine:
         self._tokens += len(ids)
         self._prompt_tokens += len(r.token_ids)
         self._cached_tokens += reply.cached_tokens
+        return reply
+
+    def _read_score(self, r: EngineRequest, answer: dict[str, Any]) -> EngineReply:
+        meta = answer["meta_info"]
+        entries = (meta.get("input_token_logprobs") or [])[1:]
+        best = (meta.get("input_top_logprobs") or [])[1:] if r.score else []
+        reply = EngineReply(
+            id=r.id,
+            logprobs=[0.0, *(float(e[0]) for e in entries)],
+            top_ids=[[int(e[1]) for e in row] for row in best],
+            top_logprobs=[[float(e[0]) for e in row] for row in best],
+        )
+        self._prompt_tokens += len(r.token_ids)
+        who, rest = f"sequence {r.name or r.id}", r.token_ids[1:]
+        if [e[1] for e in entries] != rest or (r.score and [len(row) for row in best] != [r.score] * len(rest)):
+            reply.error = f"{who}: SGLang returned log-probs of other tokens than were asked for"
+        elif not all(math.isfinite(x) for x in reply.logprobs):
+            reply.error = f"{who}: a token has a log-prob that is no finite number; are the weights finite?"
         return reply
 
     def _decode(self, replies: list[EngineReply]) -> None:

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 async def launch_engines(
-    fleet: Fleet, model: str, *, version: PolicyVersion, dtype: str, deadline_s: float
+    fleet: Fleet, model: str, *, role: str, version: PolicyVersion, dtype: str, deadline_s: float
 ) -> list[tuple[EngineReplica, EngineStats]]:
-    """All engines of the fleet's mesh, serving `model`. Raises as `Router.spawn`."""
-    c, cpu = fleet.mesh.rollout, fleet.mesh.device == "cpu"
+    """All engines of `role` in the fleet's mesh, serving `model`. Raises as `Router.spawn`."""
+    c, cpu = fleet.mesh.engines(role), fleet.mesh.device == "cpu"
     spec = EngineSpec(
         model=str(model),
         dtype=dtype,
@@ -32,7 +32,7 @@ async def launch_engines(
     env = engine_environment(cpu=cpu, tensor_parallel=c.tensor_parallel, threads=c.threads)
 
     async def one(index: int) -> tuple[EngineReplica, EngineStats]:
-        replica = await fleet.spawn("rollout", index, EngineActor, encode(spec), env=env, deadline_s=deadline_s)
+        replica = await fleet.spawn(role, index, EngineActor, encode(spec), env=env, deadline_s=deadline_s)
         try:
             return replica, decode_stats(await replica.call_one("start", deadline_s=deadline_s))
         except BaseException as e:

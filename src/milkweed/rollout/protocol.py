@@ -35,12 +35,15 @@ class EngineSpec(msgspec.Struct, kw_only=True):
 
 
 class EngineRequest(msgspec.Struct, array_like=True):
-    """One completion to sample. `name` says whose it is in error messages."""
+    """One completion to sample, or a sequence to score. `name` says whose it is in error messages."""
 
     id: str
     token_ids: list[int]
     sampling: Sampling
     name: str = ""
+    score: int | None = None
+    """None: sample. Else nothing is sampled: the reply's log-probs are those of `token_ids` themselves, at temperature 1
+    and with the first one's 0, and of this many likeliest words for each."""
 
 
 class EngineReply(msgspec.Struct, array_like=True, kw_only=True):
@@ -56,6 +59,9 @@ class EngineReply(msgspec.Struct, array_like=True, kw_only=True):
     cached_tokens: int = 0
     error: str | None = None
     blame: Literal["request", "sampling", "engine"] = "sampling"
+    top_ids: list[list[int]] = []
+    top_logprobs: list[list[float]] = []
+    """Of a scored sequence: the likeliest words for each token after the first, best first."""
 
 
 class EngineStats(msgspec.Struct, kw_only=True):

@@ -129,3 +129,10 @@ class ByLoad:
                 return engine
             heapq.heappop(self._heap)
         return None
+
+
+def as_fleet_error(engine: Engine, error: Exception) -> FleetError:
+    """Whatever goes wrong in talking to an engine ends that engine, and its samples are told why."""
+    if isinstance(error, FleetError):
+        return error
+    return FleetError(engine.replica.name, "raised", f"{type(error).__name__}: {error}")

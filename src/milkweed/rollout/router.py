@@ -21,7 +21,7 @@ from milkweed.rollout.protocol import (
     decode_report,
     encode,
 )
-from milkweed.rollout.records import ByLoad, Deadlines, Engine, EngineReplica, Pending, UpdateReport
+from milkweed.rollout.records import ByLoad, Deadlines, Engine, EngineReplica, Pending, UpdateReport, as_fleet_error
 from milkweed.transfer.manifest import Staged
 from milkweed.types import Completion, PolicyVersion, Sampling
 
@@ -75,14 +75,16 @@ class Router:
         *,
         version: PolicyVersion = PolicyVersion(),
         dtype: str = "float32",
+        role: str = "rollout",
         max_in_flight: int = 256,
         deadline_s: float = 300.0,
     ) -> Router:
-        """Starts the engines of the fleet's mesh on the Hugging Face folder `model`, whose weights are `version`.
+        """Starts the engines of the fleet's mesh on the Hugging Face folder `model`, whose weights are `version`; `role`
+        "teacher" starts a teacher's.
         Raises FleetError (an engine did not come up), ConfigError or DataError; what had started is stopped then."""
         from milkweed.rollout.launch import launch_engines
 
-        up = await launch_engines(fleet, model, version=version, dtype=dtype, deadline_s=deadline_s)
+        up = await launch_engines(fleet, model, role=role, version=version, dtype=dtype, deadline_s=deadline_s)
         return cls([r for r, _ in up], [s for _, s in up], max_in_flight=max_in_flight)
 
     # ---- samples
@@ -102,11 +104,36 @@ class Router:
         sampling it failed, FleetError when no engine is left, DeadlineExceeded after `deadline_s`. Cancelling the call
         stops the sample in its engine.
         """
-        if self._closed:
-            raise FleetError("rollout", "refused", "the router was closed")
         who = name or session or ""
         sampling = sampling or Sampling()
         request = EngineRequest(f"r{next(self._ids)}", list(token_ids), sampling, who)
+        reply, engine = await self._ask(request, session, deadline_s)
+        return Completion(
+            prompt_ids=request.token_ids,
+            token_ids=reply.token_ids,
+            logprobs=reply.logprobs,
+            finish_reason=reply.finish_reason,
+            versions=reply.versions,
+            sampling=sampling,
+            text=reply.text,
+            engine=engine.replica.name,
+            cached_tokens=reply.cached_tokens,
+        )
+
+    async def score(
+        self, token_ids: Sequence[int], top: int = 0, *, name: str = "", deadline_s: float = 900.0
+    ) -> EngineReply:
+        """How likely each of `token_ids` is given those before it, at temperature 1: `logprobs` (0 for the first), and
+        the `top` likeliest words for each token after the first in `top_ids` and `top_logprobs`, best first. Nothing is
+        sampled. Raises as `sample` does."""
+        request = EngineRequest(f"r{next(self._ids)}", list(token_ids), Sampling(), name, top)
+        return (await self._ask(request, None, deadline_s))[0]
+
+    async def _ask(self, request: EngineRequest, session: str | None, deadline_s: float) -> tuple[EngineReply, Engine]:
+        """The answer to `request`, and whose it is."""
+        if self._closed:
+            raise FleetError("rollout", "refused", "the router was closed")
+        who = request.name
         p = Pending(request, asyncio.get_running_loop().create_future(), session)
         self._enter()
         due = self._deadlines.add(p, deadline_s)
@@ -124,17 +151,7 @@ class Router:
         if reply.error is not None:
             raise DataError(reply.error) if reply.blame == "request" else SampleError(reply.error)
         assert p.engine is not None
-        return Completion(
-            prompt_ids=request.token_ids,
-            token_ids=reply.token_ids,
-            logprobs=reply.logprobs,
-            finish_reason=reply.finish_reason,
-            versions=reply.versions,
-            sampling=sampling,
-            text=reply.text,
-            engine=p.engine.replica.name,
-            cached_tokens=reply.cached_tokens,
-        )
+        return reply, p.engine
 
     def end_session(self, session: str) -> None:
         """Forgets which engine served `session` (it would be forgotten in time)."""
@@ -204,7 +221,7 @@ class Router:
             try:
                 await engine.replica.call_one(endpoint, *args, deadline_s=deadline_s)
             except Exception as e:
-                self._lose(engine, _as_fleet_error(engine, e))
+                self._lose(engine, as_fleet_error(engine, e))
 
     async def _collect(self, engine: Engine) -> None:
         while engine.dead is None:
@@ -212,7 +229,7 @@ class Router:
                 raw = await engine.replica.call_one("collect", POLL_S, LINGER_S, deadline_s=POLL_S + SILENT_S)
                 collected = decode_collected(raw)
             except Exception as e:
-                self._lose(engine, _as_fleet_error(engine, e))
+                self._lose(engine, as_fleet_error(engine, e))
                 return
             self._take(engine, collected)
 
@@ -307,7 +324,7 @@ class Router:
                 )
             except Exception as e:
                 # what it serves now is unknown, so it must not serve
-                self._lose(engine, _as_fleet_error(engine, e))
+                self._lose(engine, as_fleet_error(engine, e))
                 return CommitReport(ok=False, state="dead", version=engine.stats.version, message=str(e))
         engine.stats.version, engine.stats.state = report.version, report.state
         if report.ok:
@@ -387,10 +404,3 @@ class Router:
             if isinstance(end, BaseException) and not isinstance(end, FleetError):
                 raise end
             await engine.replica.stop()
-
-
-def _as_fleet_error(engine: Engine, error: Exception) -> FleetError:
-    """Whatever goes wrong in talking to an engine ends that engine, and its samples are told why."""
-    if isinstance(error, FleetError):
-        return error
-    return FleetError(engine.replica.name, "raised", f"{type(error).__name__}: {error}")

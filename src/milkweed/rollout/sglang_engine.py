@@ -184,6 +184,25 @@ class SGLang:
         ask = GenerateReqInput(
             input_ids=token_ids, sampling_params=params, rid=request_id, return_logprob=True, stream=False
         )
+        return await self._first(ask)
+
+    async def score(self, request_id: str, token_ids: list[int], top: int) -> dict[str, Any]:
+        """SGLang's own answer to a prompt without a completion: `meta_info` with `input_token_logprobs` and
+        `input_top_logprobs`, which it takes at temperature 1 whatever is asked. Raises ValueError for what it refuses."""
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        ask = GenerateReqInput(
+            input_ids=token_ids,
+            sampling_params={"max_new_tokens": 0},
+            rid=request_id,
+            return_logprob=True,
+            logprob_start_len=0,
+            top_logprobs_num=top,
+            stream=False,
+        )
+        return await self._first(ask)
+
+    async def _first(self, ask: Any) -> dict[str, Any]:
         async for answer in self._manager.generate_request(ask, None):
             return answer
         raise ValueError("SGLang returned nothing")

@@ -21,7 +21,7 @@ from milkweed.types import PolicyVersion
 if TYPE_CHECKING:
     from milkweed.data import Chat
     from milkweed.environments import Scorer
-    from milkweed.rollout import Router
+    from milkweed.rollout import Router, Teacher
     from milkweed.training import Trainer, TrainerConfig
 
 T = TypeVar("T")
@@ -51,6 +51,7 @@ async def up(
     roles: Sequence[str] = ROLES,
     head: Head = "policy",
     reference: bool | str | Path = False,
+    teacher: str | Path | None = None,
     critic: TrainerConfig | None = None,
     critic_model: str | Path | None = None,
     reward_model: str | Path | None = None,
@@ -64,6 +65,7 @@ async def up(
 
     Further models, each on its own processes with the degrees of its table in the mesh file (else the trainer's):
     `reference`, a frozen copy of `model`, or of the folder given (a teacher, say), whose tokenizer must be the same;
+    `teacher`, the folder of one that is served by engines of its own (table [teacher], else as many as [rollout]);
     `critic`, the configuration of a value head trained on `critic_model` (default: `model`), whose checkpoints go to
     `run_dir`/critic; `reward_model`, the folder of a frozen one with a value head, as `head="value"` exports it.
 
@@ -90,10 +92,12 @@ async def up(
         raise ConfigError(f"trainer.decay is {settings.decay!r}: say trainer.total_steps, the step at which it ends")
     folder = Path(model).absolute()
     chat = await asyncio.to_thread(Chat, folder)
-    teacher = folder if isinstance(reference, bool) else Path(reference).absolute()
+    frozen = folder if isinstance(reference, bool) else Path(reference).absolute()
+    served = None if teacher is None else Path(teacher).absolute()
     judge = None if reward_model is None else Path(reward_model).absolute()
     baseline = folder if critic_model is None else Path(critic_model).absolute()
-    for role, other in (("reference", teacher), ("reward_model", judge), ("critic", baseline)):
+    others = {"reference": frozen, "teacher": served, "reward_model": judge, "critic": baseline}
+    for role, other in others.items():
         if other not in (None, folder):
             chat.require_same_ids(await asyncio.to_thread(Chat, other), role)
     if judge is not None and not await asyncio.to_thread(has_value_head, judge):
@@ -107,7 +111,9 @@ async def up(
     fleet = await Fleet.start(config, run_dir)
     live = Mesh(config, fleet, folder, chat)
     waiting = {r for r in roles} | {
-        role for role, wanted in (("reference", reference), ("critic", critic), ("reward_model", judge)) if wanted
+        role
+        for role, wanted in (("reference", reference), ("teacher", served), ("critic", critic), ("reward_model", judge))
+        if wanted
     }
 
     async def bring(role: str, work: Awaitable[Any]) -> Any:
@@ -123,7 +129,7 @@ async def up(
             start = Trainer.start(fleet, folder, degrees("trainer"), run_dir=run_dir, head=head)
             live.trainer = await bring("trainer", start)
         if reference:
-            start = Trainer.start(fleet, teacher, degrees("reference"), role="reference", optimise=False)
+            start = Trainer.start(fleet, frozen, degrees("reference"), role="reference", optimise=False)
             live.reference = await bring("reference", start)
         if critic is not None:
             place = Path(run_dir) / "critic" if run_dir else None
@@ -143,6 +149,11 @@ async def up(
             spawns = (fleet.spawn("puller", h.index, PullerActor, fleet.token, f"puller{h.index}", host=h.index) for h in fleet.hosts)
             live.pullers = list(await asyncio.gather(*spawns))
 
+    async def teachers() -> None:
+        from milkweed.rollout import Router, Teacher
+
+        live.teacher = Teacher(await bring("teacher", Router.spawn(fleet, str(served), role="teacher")))
+
     async def rewards() -> None:
         from milkweed.environments.actor import RewardActor
         from milkweed.environments.reward import Scorer
@@ -159,6 +170,8 @@ async def up(
             starting.create_task(policies())
             if "rollout" in roles:
                 starting.create_task(engines())
+            if served is not None:
+                starting.create_task(teachers())
             if "reward" in roles:
                 starting.create_task(rewards())
     except BaseException as error:
@@ -169,13 +182,14 @@ async def up(
 
 
 class Mesh:
-    """What `up` returns. `trainer`, `rollout`, `reward`, `reference`, `critic`, `reward_model` are None where the mesh has
-    no such role."""
+    """What `up` returns. `trainer`, `rollout`, `reward`, `reference`, `teacher`, `critic`, `reward_model` are None where
+    the mesh has no such role."""
 
     def __init__(self, config: MeshConfig, fleet: Fleet, model: Path, chat: Chat) -> None:
         self.config, self.fleet, self.model, self.chat = config, fleet, model, chat
         self.trainer: Trainer | None = None
         self.reference: Trainer | None = None
+        self.teacher: Teacher | None = None
         self.critic: Trainer | None = None
         self.reward_model: Trainer | None = None
         self.rollout: Router | None = None
@@ -210,7 +224,7 @@ class Mesh:
 
     async def down(self) -> None:
         """End every process of the mesh and give back what it held. Safe to call twice."""
-        for part in (self.weights, self.rollout, self.reward):
+        for part in (self.weights, self.rollout, self.teacher, self.reward):
             if part is not None:
                 await part.close()
         await self.fleet.stop()
