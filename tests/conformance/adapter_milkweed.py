@@ -227,7 +227,10 @@ class MilkweedAdapter:
         names = [n for n in ("chosen", "rejected", "reference_chosen", "reference_rejected") if n in i]
         if "margin" in i:
             p["margin"] = floats(i["margin"])
-        return {"loss": loss(*(floats(i[n]) for n in names), **p).loss}
+        chosen, rejected, *rest = (floats(i[n]) for n in names)
+        out = loss(chosen.requires_grad_(), rejected.requires_grad_(), *rest, **p).loss
+        out.sum().backward()
+        return {"loss": out, "gradient": chosen.grad, "gradient_rejected": rejected.grad}
 
     def preference_dpo(self, i: dict[str, Any], p: dict[str, Any]) -> dict[str, Any]:
         return self._pairs(mw.dpo, i, p)
@@ -245,4 +248,7 @@ class MilkweedAdapter:
         return self._pairs(mw.bradley_terry, i, p)
 
     def preference_kto(self, i: dict[str, Any], p: dict[str, Any]) -> dict[str, Any]:
-        return {"loss": mw.kto(floats(i["logprobs"]), floats(i["reference"]), mask_of(i["desirable"]), **p)}
+        logprobs = floats(i["logprobs"]).requires_grad_()
+        loss = mw.kto(logprobs, floats(i["reference"]), mask_of(i["desirable"]), **p)
+        loss.sum().backward()
+        return {"loss": loss, "gradient": logprobs.grad}

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from conformance_suite import Unsupported
 from torch import Tensor
-from trl import DPOTrainer, GRPOTrainer
+from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer
+from trl.experimental.cpo import CPOTrainer
+from trl.experimental.orpo import ORPOTrainer
 from trl.trainer.utils import entropy_from_logits, selective_log_softmax
 
 
@@ -159,34 +161,41 @@ class Adapter:
         shifted = selective_log_softmax(floats(i["logits"])[:, :-1], tokens[:, 1:])
         return {"logprobs": torch.cat([torch.zeros(len(tokens), 1, dtype=torch.float64), shifted], 1)}
 
+    # preferences: pairs one by one, completions of one token, so that sums and means agree ---------------------------
+
+    def _pairs(self, i: dict[str, Any], loss: Callable[..., Tensor], *names: str) -> dict[str, Any]:
+        sides = [floats(i[n]).requires_grad_() for n in ("chosen", "rejected", *names)]
+        out = torch.stack([loss(*(s[at : at + 1] for s in sides)).reshape(()) for at in range(len(sides[0]))])
+        out.sum().backward()
+        return {"loss": out, "gradient": sides[0].grad, "gradient_rejected": sides[1].grad}
+
     def _dpo(self, i: dict[str, Any], beta: float, kind: str) -> dict[str, Any]:
-        """Completions of one token, so that sums and means agree."""
-        logprobs = torch.cat([floats(i["chosen"]), floats(i["rejected"])])[:, None]
-        trainer = SimpleNamespace(
-            model=SimpleNamespace(training=True),
-            accelerator=accelerator(),
-            aux_loss_enabled=False,
-            ld_alpha=None,
-            precompute_ref_logps=True,
-            f_divergence_type="reverse_kl",
-            loss_types=[kind],
-            loss_weights=[1.0],
-            beta=beta,
-            use_weighting=False,
-            label_smoothing=0.0,
-            _metrics=defaultdict(lambda: defaultdict(list)),
-            _total_train_tokens=0,
-            _tp_size=1,
-        )
-        nothing = torch.zeros_like(logprobs)  # what only its metrics read
-        output = SimpleNamespace(log_probs=logprobs, entropy=nothing, mean_logits=nothing, is_top1=nothing.bool())
-        ids = torch.zeros(len(logprobs), 2, dtype=torch.int64)
-        mask = torch.tensor([[0, 1]]).expand(len(logprobs), 2)
-        inputs = dict(input_ids=ids, attention_mask=torch.ones_like(ids), completion_mask=mask)
-        inputs |= dict(
-            ref_chosen_logps=floats(i["reference_chosen"]), ref_rejected_logps=floats(i["reference_rejected"])
-        )
-        return {"loss": DPOTrainer._compute_loss(trainer, lambda **_: output, inputs, False).reshape(1)}
+        def loss(chosen: Tensor, rejected: Tensor, reference_chosen: Tensor, reference_rejected: Tensor) -> Tensor:
+            trainer = SimpleNamespace(
+                model=SimpleNamespace(training=True),
+                accelerator=accelerator(),
+                aux_loss_enabled=False,
+                ld_alpha=None,
+                precompute_ref_logps=True,
+                f_divergence_type="reverse_kl",
+                loss_types=[kind],
+                loss_weights=[1.0],
+                beta=beta,
+                use_weighting=False,
+                label_smoothing=0.0,
+                _metrics=defaultdict(lambda: defaultdict(list)),
+                _total_train_tokens=0,
+                _tp_size=1,
+            )
+            logprobs = torch.cat([chosen, rejected])[:, None]
+            nothing = torch.zeros_like(logprobs)  # what only its metrics read
+            output = SimpleNamespace(log_probs=logprobs, entropy=nothing, mean_logits=nothing, is_top1=nothing.bool())
+            ids, mask = torch.zeros(2, 2, dtype=torch.int64), torch.tensor([[0, 1], [0, 1]])
+            inputs = dict(input_ids=ids, attention_mask=torch.ones_like(ids), completion_mask=mask)
+            inputs |= dict(ref_chosen_logps=reference_chosen, ref_rejected_logps=reference_rejected)
+            return DPOTrainer._compute_loss(trainer, lambda **_: output, inputs, False)
+
+        return self._pairs(i, loss, "reference_chosen", "reference_rejected")
 
     def preference_dpo(self, i: dict[str, Any], p: dict[str, Any]) -> dict[str, Any]:
         if "label_smoothing" in p:
@@ -195,3 +204,62 @@ class Adapter:
 
     def preference_ipo(self, i: dict[str, Any], p: dict[str, Any]) -> dict[str, Any]:
         return self._dpo(i, p["beta"], "ipo")
+
+    def preference_orpo(self, i: dict[str, Any], p: dict[str, Any]) -> dict[str, Any]:
+        trainer = SimpleNamespace(beta=p.get("beta", 0.1), accelerator=accelerator())
+
+        def loss(chosen: Tensor, rejected: Tensor) -> Tensor:
+            return -chosen - ORPOTrainer.odds_ratio_loss(trainer, chosen, rejected)[0]
+
+        return self._pairs(i, loss)
+
+    def preference_simpo(self, i: dict[str, Any], p: dict[str, Any]) -> dict[str, Any]:
+        options = dict(alpha=0.0, loss_type="simpo", label_smoothing=0.0, accelerator=accelerator())
+        trainer = SimpleNamespace(beta=p.get("beta", 2.0), simpo_gamma=p.get("margin", 1.0), **options)
+        return self._pairs(i, lambda c, r: CPOTrainer.cpo_loss(trainer, c, r)[0])
+
+    def preference_bradley_terry(self, i: dict[str, Any], p: dict[str, Any]) -> dict[str, Any]:
+        def loss(chosen: Tensor, rejected: Tensor, *margin: Tensor) -> Tensor:
+            trainer = SimpleNamespace(
+                model=SimpleNamespace(training=True),
+                args=SimpleNamespace(center_rewards_coefficient=p.get("centre")),
+                accelerator=accelerator(),
+                _metrics=defaultdict(lambda: defaultdict(list)),
+                _total_train_tokens=0,
+                _tp_size=1,
+            )
+            output = SimpleNamespace(logits=torch.cat([chosen, rejected])[:, None])
+            inputs = {"attention_mask": torch.ones(2, 1)} | ({"margin": margin[0]} if margin else {})
+            return RewardTrainer.compute_loss(trainer, lambda **_: output, inputs)
+
+        return self._pairs(i, loss, *(["margin"] if "margin" in i else []))
+
+    def preference_kto(self, i: dict[str, Any], p: dict[str, Any]) -> dict[str, Any]:
+        logprobs, point = floats(i["logprobs"]).requires_grad_(), p.get("reference_point", 0.0)
+        trainer = SimpleNamespace(
+            model=SimpleNamespace(training=True),
+            accelerator=accelerator(),
+            aux_loss_enabled=False,
+            precompute_ref_logps=True,
+            calculate_KL=True,
+            loss_type="kto",
+            beta=p.get("beta", 0.1),
+            desirable_weight=p.get("desirable_weight", 1.0),
+            undesirable_weight=p.get("undesirable_weight", 1.0),
+            _compute_kl_logps=lambda *_: floats([point]),
+            _metrics=defaultdict(lambda: defaultdict(list)),
+            _total_train_tokens=0,
+            _tp_size=1,
+        )
+        losses = []
+        for at, desirable in enumerate(i["desirable"]):
+            nothing = torch.zeros(1, 1, dtype=torch.float64)  # what only its metrics read
+            said = logprobs[at].reshape(1, 1)
+            output = SimpleNamespace(log_probs=said, entropy=nothing, mean_logits=nothing, is_top1=nothing.bool())
+            ids, mask = torch.zeros(1, 2, dtype=torch.int64), torch.tensor([[0, 1]])
+            inputs = dict(input_ids=ids, attention_mask=torch.ones_like(ids), completion_mask=mask)
+            inputs |= dict(label=torch.tensor([desirable]), ref_logps=floats([i["reference"][at]]), ref_KL_logps=floats([0.0]))
+            losses.append(KTOTrainer._compute_loss(trainer, lambda output=output, **_: output, inputs, False).reshape(()))
+        loss = torch.stack(losses)
+        loss.sum().backward()
+        return {"loss": loss, "gradient": logprobs.grad}

@@ -40,6 +40,16 @@ def test_every_row_is_a_case_or_held_by_a_test_that_exists_or_listed_with_its_re
     assert listed(yet) & (tested | listed(held)) == set() and listed(held) | listed(yet) <= rows
 
 
+def test_every_listed_difference_to_another_framework_has_its_case():
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("conformance_tool", Path(__file__).parents[2] / "tools" / "conformance.py")
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    listed = tool.listed_differences()
+    assert len(listed) > 15 and listed <= {c.id.split("-")[0] for c in load_cases()}
+
+
 class Fixed:
     name = "fixed"
 
