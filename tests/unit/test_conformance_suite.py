@@ -9,7 +9,6 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))
 from conformance_suite import Case, Unsupported, decode, load_cases, run  # noqa: E402
 
-
 ROWS = {
     "A": "1 2 3 4 6 7 9 10 11 12 14 15 17 20 21",
     "G": "1 3 4 5 6 8",

@@ -126,8 +126,8 @@ class MeshConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """As `reference`, for a learned reward; `reward` are the processes that run reward functions."""
     rollout: EngineConfig = EngineConfig()
     teacher: EngineConfig | None = None
-    """Engines of a teacher, for recipes that ask one; absent, as many as `rollout`, on the same devices: on GPUs give them
-    some of their own, or lower mem_fraction_static in both."""
+    """Engines of a teacher, for recipes that ask one; absent, as many as `rollout`, on the same devices: on GPUs give
+    them some of their own, or lower mem_fraction_static in both."""
     reward: RewardConfig = RewardConfig()
     transfer: TransferConfig = TransferConfig()
     origin: str = "this mesh"
@@ -212,10 +212,10 @@ class MeshConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 found[role, 0] = found["trainer", 0]
         for index in range(self.rollout.replicas):
             put("rollout", index, self.rollout.tensor_parallel, self.rollout.threads)
-            if self.teacher is None:
-                found["teacher", index] = found["rollout", index]
-        for index in range(self.teacher.replicas if self.teacher is not None else 0):
-            put("teacher", index, self.teacher.tensor_parallel, self.teacher.threads)
+            found["teacher", index] = found["rollout", index]
+        if self.teacher is not None:
+            for index in range(self.teacher.replicas):
+                put("teacher", index, self.teacher.tensor_parallel, self.teacher.threads)
         for index in range(self.reward.replicas):
             found["reward", index] = Place(index % self.hosts.count, (), self.reward.threads, cpu)
         return found

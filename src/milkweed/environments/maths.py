@@ -299,8 +299,8 @@ def number(text: str) -> Fraction | None:
         value += Fraction(int(tail), (10 ** len(tail) - 1) * 10 ** len(head))
         return -value if sign == "-" else value
     power = re.fullmatch(r"([-+]?[\d.,]+)(?:\\times|\\cdot|[x*])10\^\{?([-+]?\d{1,4})\}?", text.replace(" ", ""))
-    if power and (head := number(power[1])) is not None:
-        return head * Fraction(10) ** int(power[2])
+    if power and (factor := number(power[1])) is not None:
+        return factor * Fraction(10) ** int(power[2])
     based = _BASED.fullmatch(text)
     if based:
         digits, base = based[1], int(based[2])

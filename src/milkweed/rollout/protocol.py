@@ -42,8 +42,8 @@ class EngineRequest(msgspec.Struct, array_like=True):
     sampling: Sampling
     name: str = ""
     score: int | None = None
-    """None: sample. Else nothing is sampled: the reply's log-probs are those of `token_ids` themselves, at temperature 1
-    and with the first one's 0, and of this many likeliest words for each."""
+    """None: sample. Else nothing is sampled: the reply's log-probs are those of `token_ids` themselves, at temperature
+    1 and with the first one's 0, and of this many likeliest words for each."""
 
 
 class EngineReply(msgspec.Struct, array_like=True, kw_only=True):

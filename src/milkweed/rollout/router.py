@@ -79,9 +79,9 @@ class Router:
         max_in_flight: int = 256,
         deadline_s: float = 300.0,
     ) -> Router:
-        """Starts the engines of the fleet's mesh on the Hugging Face folder `model`, whose weights are `version`; `role`
-        "teacher" starts a teacher's.
-        Raises FleetError (an engine did not come up), ConfigError or DataError; what had started is stopped then."""
+        """Starts the engines of the fleet's mesh on the Hugging Face folder `model`, whose weights are `version` (`role`
+        "teacher": a teacher's). Raises FleetError (an engine did not come up), ConfigError or DataError; what had
+        started is stopped then."""
         from milkweed.rollout.launch import launch_engines
 
         up = await launch_engines(fleet, model, role=role, version=version, dtype=dtype, deadline_s=deadline_s)

@@ -188,7 +188,7 @@ class SGLang:
 
     async def score(self, request_id: str, token_ids: list[int], top: int) -> dict[str, Any]:
         """SGLang's own answer to a prompt without a completion: `meta_info` with `input_token_logprobs` and
-        `input_top_logprobs`, which it takes at temperature 1 whatever is asked. Raises ValueError for what it refuses."""
+        `input_top_logprobs`, at temperature 1 whatever is asked. Raises ValueError for what SGLang refuses."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         ask = GenerateReqInput(

@@ -51,11 +51,12 @@ class Teacher:
         """Of each sequence: where its tokens stand (rows, columns), and what the engines say of them."""
         if batch.temperature != 1.0:
             raise ConfigError(
-                f"a teacher on engines scores at temperature 1, not {batch.temperature:g}: ask at 1, or bring the teacher "
-                "up as a reference actor (reference=FOLDER)"
+                f"a teacher on engines scores at temperature 1, not {batch.temperature:g}: ask at 1, or bring the "
+                "teacher up as a reference actor (reference=FOLDER)"
             )
         places = [(batch.segments == s).nonzero(as_tuple=True) for s in batch.segments.unique().tolist() if s >= 0]
-        asked = [self.router.score(batch.tokens[here].tolist(), top, name=f"of row {int(here[0][0])}") for here in places]
+        score = self.router.score
+        asked = [score(batch.tokens[here].tolist(), top, name=f"of row {int(here[0][0])}") for here in places]
         return list(zip(places, await asyncio.gather(*asked), strict=True))
 
     async def close(self) -> None:
