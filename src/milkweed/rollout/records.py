@@ -12,7 +12,7 @@ import msgspec
 
 from milkweed.errors import FleetError
 from milkweed.rollout.protocol import CommitReport, EngineReply, EngineRequest, EngineStats
-from milkweed.types import PolicyVersion
+from milkweed.types import Completion, PolicyVersion
 
 
 class EngineReplica(Protocol):
@@ -129,6 +129,21 @@ class ByLoad:
                 return engine
             heapq.heappop(self._heap)
         return None
+
+
+def completion(request: EngineRequest, reply: EngineReply, engine: Engine) -> Completion:
+    """What `engine` answered to a request to sample."""
+    return Completion(
+        prompt_ids=request.token_ids,
+        token_ids=reply.token_ids,
+        logprobs=reply.logprobs,
+        finish_reason=reply.finish_reason,
+        versions=reply.versions,
+        sampling=request.sampling,
+        text=reply.text,
+        engine=engine.replica.name,
+        cached_tokens=reply.cached_tokens,
+    )
 
 
 def as_fleet_error(engine: Engine, error: Exception) -> FleetError:

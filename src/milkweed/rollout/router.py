@@ -21,7 +21,16 @@ from milkweed.rollout.protocol import (
     decode_report,
     encode,
 )
-from milkweed.rollout.records import ByLoad, Deadlines, Engine, EngineReplica, Pending, UpdateReport, as_fleet_error
+from milkweed.rollout.records import (
+    ByLoad,
+    Deadlines,
+    Engine,
+    EngineReplica,
+    Pending,
+    UpdateReport,
+    as_fleet_error,
+    completion,
+)
 from milkweed.transfer.manifest import Staged
 from milkweed.types import Completion, PolicyVersion, Sampling
 
@@ -105,20 +114,8 @@ class Router:
         stops the sample in its engine.
         """
         who = name or session or ""
-        sampling = sampling or Sampling()
-        request = EngineRequest(f"r{next(self._ids)}", list(token_ids), sampling, who)
-        reply, engine = await self._ask(request, session, deadline_s)
-        return Completion(
-            prompt_ids=request.token_ids,
-            token_ids=reply.token_ids,
-            logprobs=reply.logprobs,
-            finish_reason=reply.finish_reason,
-            versions=reply.versions,
-            sampling=sampling,
-            text=reply.text,
-            engine=engine.replica.name,
-            cached_tokens=reply.cached_tokens,
-        )
+        request = EngineRequest(f"r{next(self._ids)}", list(token_ids), sampling or Sampling(), who)
+        return completion(request, *await self._ask(request, session, deadline_s))
 
     async def score(
         self, token_ids: Sequence[int], top: int = 0, *, name: str = "", deadline_s: float = 900.0
