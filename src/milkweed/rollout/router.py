@@ -117,9 +117,7 @@ class Router:
         request = EngineRequest(f"r{next(self._ids)}", list(token_ids), sampling or Sampling(), who)
         return completion(request, *await self._ask(request, session, deadline_s))
 
-    async def score(
-        self, token_ids: Sequence[int], top: int = 0, *, name: str = "", deadline_s: float = 900.0
-    ) -> EngineReply:
+    async def score(self, token_ids: Sequence[int], top: int, *, name: str = "", deadline_s: float = 900) -> EngineReply:
         """How likely each of `token_ids` is given those before it, at temperature 1: `logprobs` (0 for the first), and
         the `top` likeliest words for each token after the first in `top_ids` and `top_logprobs`, best first. Nothing is
         sampled. Raises as `sample` does."""
@@ -130,7 +128,6 @@ class Router:
         """The answer to `request`, and whose it is."""
         if self._closed:
             raise FleetError("rollout", "refused", "the router was closed")
-        who = request.name
         p = Pending(request, asyncio.get_running_loop().create_future(), session)
         self._enter()
         due = self._deadlines.add(p, deadline_s)
@@ -139,7 +136,7 @@ class Router:
             reply = await p.future
         except TimeoutError:
             where = p.engine.replica.name if p.engine else "rollout"
-            cause = f"sample {who or request.id} was not done within {deadline_s:g} s"
+            cause = f"sample {request.name or request.id} was not done within {deadline_s:g} s"
             raise DeadlineExceeded(where, "hung", cause) from None
         finally:
             self._deadlines.discard(p, due)
