@@ -88,9 +88,8 @@ class Router:
         max_in_flight: int = 256,
         deadline_s: float = 300.0,
     ) -> Router:
-        """Starts the engines of the fleet's mesh on the Hugging Face folder `model`, whose weights are `version` (`role`
-        "teacher": a teacher's). Raises FleetError (an engine did not come up), ConfigError or DataError; what had
-        started is stopped then."""
+        """Starts the fleet's engines of `role` (rollout, teacher) on the Hugging Face folder `model`, which is `version`.
+        Raises FleetError (an engine did not come up), ConfigError or DataError; what had started is stopped then."""
         from milkweed.rollout.launch import launch_engines
 
         up = await launch_engines(fleet, model, role=role, version=version, dtype=dtype, deadline_s=deadline_s)
@@ -117,7 +116,7 @@ class Router:
         request = EngineRequest(f"r{next(self._ids)}", list(token_ids), sampling or Sampling(), who)
         return completion(request, *await self._ask(request, session, deadline_s))
 
-    async def score(self, token_ids: Sequence[int], top: int, *, name: str = "", deadline_s: float = 900) -> EngineReply:
+    async def score(self, token_ids: Sequence[int], top: int, *, name: str, deadline_s: float = 900) -> EngineReply:
         """How likely each of `token_ids` is given those before it, at temperature 1: `logprobs` (0 for the first), and
         the `top` likeliest words for each token after the first in `top_ids` and `top_logprobs`, best first. Nothing is
         sampled. Raises as `sample` does."""
