@@ -17,7 +17,8 @@ from conftest import inside
 
 import milkweed as mw
 
-pytestmark = [pytest.mark.stack, pytest.mark.slow]
+pytestmark = pytest.mark.stack
+slow = pytest.mark.slow  # what starts from the warm model
 REWARD_LR, REWARD_STEPS = 1e-3, 200
 PPO_VERIFIED, PPO_JUDGED = 32, 36
 DPO_STEPS = 20
@@ -76,10 +77,12 @@ def judge(warm, tmp_path_factory) -> tuple[Path, float]:
     return train_reward_model(warm, tmp_path_factory.mktemp("judge"), REWARD_LR)
 
 
+@slow
 def test_the_reward_model_tells_right_sums_from_wrong_ones(judge):
     assert judge[1] >= 0.85
 
 
+@slow
 def test_without_a_learning_rate_the_reward_model_does_not(warm, tmp_path):
     assert train_reward_model(warm, tmp_path, 0.0)[1] < 0.85
 
@@ -102,14 +105,17 @@ def preferred(warm, judge, tmp_path_factory) -> tuple[str, float]:
     return train_ppo(warm, folder, 4e-4, PPO_JUDGED, reward_model=str(judge[0]), kl=0.1)
 
 
+@slow
 def test_ppo_against_the_reward_model_gets_sums_right(preferred):
     assert preferred[1] >= 0.3
 
 
+@slow
 def test_ppo_on_a_verified_reward_gets_sums_right(warm, tmp_path):
     assert train_ppo(warm, tmp_path, 4e-4, PPO_VERIFIED)[1] >= 0.3
 
 
+@slow
 def test_without_a_learning_rate_ppo_does_not(warm, tmp_path):
     assert train_ppo(warm, tmp_path, 0.0, 2)[1] < 0.3
 
@@ -124,10 +130,12 @@ def train_dpo(model: str | Path, folder: Path, lr: float) -> float:
     return numbers(folder / "run", "held_out_accuracy")[-1]
 
 
+@slow
 def test_dpo_after_ppo_learns_the_same_preferences(preferred, tmp_path):
     assert train_dpo(preferred[0], tmp_path, 2e-4) >= 0.85
 
 
+@slow
 def test_without_a_learning_rate_dpo_does_not(warm, tmp_path):
     assert train_dpo(warm, tmp_path, 0.0) < 0.85
 
@@ -136,6 +144,7 @@ def test_without_a_learning_rate_dpo_does_not(warm, tmp_path):
 
 
 @pytest.mark.parametrize("lr", [4e-4, 0.0])
+@slow
 def test_distillation_comes_near_its_teacher(lr, warm, tmp_path):
     import distill
 
@@ -157,6 +166,7 @@ def surer(model: Path, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("lr", [4e-4, 0.0])
+@slow
 def test_distillation_from_a_teacher_on_engines_comes_near_it_too(lr, warm, tmp_path):
     import distill
 
@@ -180,6 +190,7 @@ def train_grpo(model: Path, folder: Path, lr: float, algorithm: str = "grpo") ->
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "dapo", "dr_grpo", "rloo", "gspo", "cispo", "reinforce", "maxrl"])
+@slow
 def test_grpo_and_each_variant_gets_sums_right(algorithm, warm, tmp_path):
     assert train_grpo(warm, tmp_path, 4e-4, algorithm) >= 0.3
 
@@ -191,5 +202,6 @@ def test_every_variant_that_the_option_names_is_among_those(recipes):
     assert list(typing.get_args(grpo.Config.__annotations__["algorithm"])) == mark.args[1]
 
 
+@slow
 def test_without_a_learning_rate_grpo_does_not(warm, tmp_path):
     assert train_grpo(warm, tmp_path, 0.0) < 0.3

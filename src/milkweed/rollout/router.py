@@ -88,7 +88,7 @@ class Router:
         max_in_flight: int = 256,
         deadline_s: float = 300.0,
     ) -> Router:
-        """Starts the fleet's engines of `role` (rollout, teacher) on the Hugging Face folder `model`, which is `version`.
+        """Starts the fleet's engines of `role` (rollout, teacher) on the Hugging Face folder `model`, at `version`.
         Raises FleetError (an engine did not come up), ConfigError or DataError; what had started is stopped then."""
         from milkweed.rollout.launch import launch_engines
 
