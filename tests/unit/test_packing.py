@@ -8,9 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from milkweed.algorithms import dr_grpo
 from milkweed.data import pack, pack_pairs
 from milkweed.errors import DataError
-from milkweed.types import Sampling, Trajectory
+from milkweed.runs.batch import batch
+from milkweed.types import Group, Prompt, Sampling, Trajectory
 
 
 def trajectory(prompt, reply, *, reward=1.0, temperature=1.0, **fields):
@@ -116,6 +118,18 @@ def test_A9_segments_of_one_trajectory_count_once_and_share_its_advantage():
     sums = [sum(w) for w in by_segment(batch, "weights")]
     assert sums == pytest.approx([3 / 8, 1 / 8, 1 / 2])  # x's four tokens share one half
     assert [max(a, key=abs) for a in by_segment(batch, "advantages")] == [2.0, 2.0, -1.0]
+
+
+@pytest.mark.parametrize("how", ["sequence", ("constant", 4.0)])
+def test_A9_a_batch_of_groups_counts_the_segments_of_a_trajectory_once_in_the_divisor_too(how):
+    """Segments have no ids of their own; which trajectory they are of is known where the batch is made."""
+    split = trajectory([1, 2], [5], reward=1.0, id="x", segments=[trajectory([1], [2, 3, 4])])
+    alone = trajectory([1], [6, 7], reward=0.0, id="y")
+    made = batch([Group(id="g", prompt=Prompt(id="p", messages=[]), trajectories=[split, alone])], dr_grpo, normalise=how)
+    assert made.totals == {"tokens": 6, "sequences": 2, "groups": 1}
+    sums = [sum(w) for w in by_segment(made, "weights")]
+    assert sums == pytest.approx([3 / 8, 1 / 8, 1 / 2] if how == "sequence" else [3 / 8, 1 / 8, 2 / 8])
+    assert [max(a, key=abs) for a in by_segment(made, "advantages")] == [0.5, 0.5, -0.5]
 
 
 def test_A10_A12_groups_are_counted_by_id():

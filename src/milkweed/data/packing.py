@@ -118,7 +118,7 @@ def pack(
     mask = _flat((t.loss_mask for t in chosen), total, np.bool_)
     mask[starts] = False  # nothing precedes a first token, so it has no log-prob
     trained = np.bincount(segments[mask], minlength=len(chosen))
-    names = [(sequences[i] if sequences is not None else trajectories[i].id) or ("", i) for i in kept]
+    names = [sequences[i] if sequences is not None else trajectories[i].id or ("", i) for i in kept]
     weights, count = _weights(trained, names, normalise)
     if groups is not None:
         group_names = {groups[i] for i in kept}

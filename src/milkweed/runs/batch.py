@@ -52,6 +52,8 @@ def batch(
         [value for (_, t), value in zip(scored, values.tolist()) for _ in t.sequences],
         row_len=row_len,
         normalise=normalise,
+        sequences=[which for which, (_, t) in enumerate(scored) for _ in t.sequences],
+        groups=[number for number, t in scored for _ in t.sequences],
         extra={"rewards": earned} if earned is not None else None,
     )
 
