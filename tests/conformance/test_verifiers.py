@@ -160,6 +160,7 @@ def test_R11_bold(text):
         ("3+4=8", "8"),
         (r"\infty", r"-\infty"),
         ("inf", "5"),
+        ("0.300000000000001", "0.3"),
         ("1 < x < 2", r"1 \le x < 2"),
         ("\\", "5"),
         ("}{", "5"),
@@ -270,6 +271,9 @@ def test_R15_expressions_as_people_type_them(a, b):
         ("5 dollars", "$5"),
         (r"\{x \mid x>3\}", r"\{x | x > 3\}"),
         (r"\lvert -3 \rvert", "3"),
+        (r"\frac 1 2", "0.5"),
+        ("0.30000000000000004", "0.3"),
+        ("2.0000000000000004", "2"),
     ],
 )
 def test_R18_the_same_answer_written_otherwise(a, b):

@@ -186,7 +186,8 @@ def level(text: str) -> str:
     text = re.sub(r"\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])\s*\.?", "", text)
     text = re.sub(r"(?<!\\)\\[!,;:>]|(?<!\\)\\ |\\q?quad\b|~|\u00a0", " ", text)
     text = re.sub(r"(\d)\{,\}(\d)", r"\1,\2", text)
-    text = re.sub(r"\\[dtc]frac\b", r"\\frac", text)
+    text = re.sub(r"\\[dtc]frac(?![A-Za-z])", r"\\frac", text)
+    text = re.sub(r"\\frac\s*(\w)\s+(\w)(?!\w)", r"\\frac{\1}{\2}", text)
     text = re.sub(r"\\(?:mid|[lr]?vert)(?![A-Za-z])", "|", text)
     text = re.sub(r"\\varnothing\b|\bempty set\b|\\\{\s*\\\}", r"\\emptyset", text)
     text = re.sub(r"(log\s*_)\s*(\w)(?![\w}])", r"\1{\2}", text)  # \log_2 8: no two numbers side by side

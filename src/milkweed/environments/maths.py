@@ -17,6 +17,8 @@ from milkweed.environments.extract import answer_in, closing, last_box, level
 
 DIGITS = 6
 """Significant digits that a decimal must show to stand for a number it only rounds."""
+FLOAT_DIGITS = 16
+"""Significant digits from which a decimal is taken for a printed float64, whose last one is noise."""
 UNITS = (
     "mm|cm|dm|m|km|in|ft|yd|mi|inch|inches|foot|feet|yards?|miles?|met(?:er|re)s?|g|mg|kg|grams?|kilograms?|lbs?|"
     "pounds?|oz|ounces?|s|sec|seconds?|min|minutes?|h|hrs?|hours?|days?|weeks?|months?|years?|mph|km/h|m/s|l|ml|"
@@ -348,9 +350,13 @@ def _decimals(text: str) -> tuple[int, int] | None:
 
 
 def close_decimal(text: str, error: Any) -> bool:
-    """Whether a decimal that shows enough digits is only `error` away, half a unit of its last place."""
+    """Whether a decimal that shows enough digits is only `error` away, half a unit of its last place; of one that shows
+    all that a float64 has (0.30000000000000004), a few units."""
     shown = _decimals(text)
-    return shown is not None and shown[1] >= DIGITS and error <= Fraction(1, 2 * 10 ** shown[0])
+    if shown is None or shown[1] < DIGITS:
+        return False
+    units = Fraction(1, 2) if shown[1] < FLOAT_DIGITS else Fraction(10)
+    return bool(error <= units / 10 ** shown[0])
 
 
 def _same_value(a: str, b: str, times_a: Fraction, times_b: Fraction) -> bool:
