@@ -271,12 +271,12 @@ class ScoringPool:
             self._queue.put(item)
 
     def collect(self, max_wait_s: float = 5.0, linger_s: float = 0.005) -> list[Outcome]:
-        """Outcomes since the last call: waits for the first, then a moment for more. Empty after `max_wait_s`."""
+        """Outcomes since the last call: waits for the first, then a moment for more while there are any to come. Empty
+        after `max_wait_s`."""
         with self._changed:
             self._changed.wait_for(lambda: self._done or self._closing.is_set(), max_wait_s)
-        if self._done and linger_s:
-            time.sleep(linger_s)
-        with self._changed:
+            if self._done:
+                self._changed.wait_for(lambda: self._closing.is_set() or not any(self._waiting.values()), linger_s)
             done, self._done = self._done, []
         return done
 

@@ -48,7 +48,7 @@ def batch(
         raise DataError(f"advantages must be finite and of shape {tuple(rewards.shape)}; got {tuple(values.shape)}: {values.tolist()[:8]}")
     earned = [row for _, t in scored for row in turn_rewards(t)] if any(_has_turn_rewards(t) for _, t in scored) else None
     return pack(
-        [msgspec.structs.replace(s, reward=t.reward, dropped=None) for _, t in scored for s in t.sequences],
+        [s if s is t else msgspec.structs.replace(s, reward=t.reward, dropped=None) for _, t in scored for s in t.sequences],
         [value for (_, t), value in zip(scored, values.tolist()) for _ in t.sequences],
         row_len=row_len,
         normalise=normalise,
