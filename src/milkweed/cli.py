@@ -82,8 +82,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0 if difference.startswith("no ") else 1
         if arguments.command == "replay":
             from milkweed.runs.replay import main as replay_main
+            from milkweed.runs.script import leave
 
-            return replay_main(arguments.folder, mesh=arguments.mesh, steps=arguments.steps)
+            leave(replay_main(arguments.folder, mesh=arguments.mesh, steps=arguments.steps))
         from milkweed.doctor import main as check
 
         return check(arguments.arguments)
