@@ -33,6 +33,10 @@ def parity(prompt, completion):
     return float(len(completion) % 2)
 
 
+def praise(prompt, completion):
+    return 1.0
+
+
 @pytest.fixture(scope="module")
 def loop():
     with asyncio.Runner() as runner:
@@ -181,6 +185,21 @@ def test_a_loss_of_ones_own_trains_and_one_that_is_not_finite_is_refused(loop, l
         metrics = await live.train(batch, reinforce)
         assert live.step == before + 1 and metrics["mine"] < 0
         await live.publish()
+
+    loop.run(check())
+
+
+def test_A2_a_step_in_which_no_group_has_signal_is_a_step_of_gradient_zero(loop, live):
+    """Counters, logs and the version go on as after any other step."""
+
+    async def check():
+        before = live.step
+        groups = await live.sample(mw.single_turn(praise), live.stream(tasks().train).take(2), n=4)
+        metrics = await live.train(mw.batch(groups, mw.algorithms.grpo), mw.algorithms.grpo_loss())
+        assert (metrics["loss"], metrics["grad_norm"], live.step) == (0.0, 0.0, before + 1)
+        await live.publish()
+        assert live.mesh.rollout.version == live.mesh.version
+        assert mw.read_metrics(live.directory.path)[-1]["step"] == before + 1
 
     loop.run(check())
 
