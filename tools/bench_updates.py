@@ -25,6 +25,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from milkweed.fleet.processes import everyone, kill, library_shm, remove_named
 from milkweed.transfer.arena import Arena
 
 PAUSED = ("retract", "flush", "copy", "continue")
@@ -85,6 +86,7 @@ async def updates(model: Path, engines: int, repeats: int) -> dict[str, float]:
                     "memcpy": memcpy_s(int(measured["bytes"])), "update": measured["update"], "publish": measured["publish"],
                     "pull": measured["pull"], "pause": max(sum(r.parts[p] for p in PAUSED) for r in reports) / 1e3,
                     "copy": max(r.parts["copy"] for r in reports) / 1e3, "bytes": measured["bytes"],
+                    "commit": measured["commit"],
                 }  # fmt: skip
                 if count > 1:  # both slots are warm
                     for name, value in found.items():
@@ -121,6 +123,7 @@ def sglang_own(model: str, repeats: int) -> dict[str, float]:
     names = sorted(weights)
     shapes = [list(weights[n].shape) for n in names]
     engine = sglang.Engine(**engine_arguments(model, cpu=True))
+    litter = library_shm(p.pid for p in everyone().values() if p.pid == os.getpid() or p.parent == os.getpid())
     sender = subprocess.Popen([sys.executable, __file__, "--send", str(port), "--model", model, "--repeats", str(repeats)])
 
     def session(work) -> None:
@@ -149,6 +152,7 @@ def sglang_own(model: str, repeats: int) -> dict[str, float]:
         sender.kill()
         sender.wait()
         engine.shutdown()
+        remove_named(litter)  # SGLang leaves its semaphores and figures of load behind
     return {f"sglang_{name}": statistics.median(values) for name, values in rounds.items()}
 
 
@@ -167,16 +171,31 @@ def send(port: int, model: str, repeats: int) -> None:
     time.sleep(60)
 
 
+def _group(pid: int) -> int:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return 0
+
+
 def in_process_of_its_own(arguments: list[str], deadline_s: float) -> dict[str, float]:
     from milkweed.rollout.sglang_engine import engine_environment
 
     env = os.environ | engine_environment(cpu=True)
-    done = subprocess.run(
-        [sys.executable, __file__, *arguments], env=env, stdout=subprocess.PIPE, timeout=deadline_s, check=False
+    process = subprocess.Popen(
+        [sys.executable, __file__, *arguments], env=env, stdout=subprocess.PIPE, start_new_session=True
     )
-    lines = [line for line in done.stdout.decode(errors="replace").splitlines() if line.startswith("{")]
+    try:
+        out, _ = process.communicate(timeout=deadline_s)
+    finally:
+        group = [pid for pid in everyone() if _group(pid) == process.pid]
+        litter = library_shm(group)
+        kill(group)
+        process.wait()
+        remove_named(litter)
+    lines = [line for line in out.decode(errors="replace").splitlines() if line.startswith("{")]
     if not lines:
-        raise RuntimeError(f"bench_updates.py {' '.join(arguments)} gave no result (exit {done.returncode})")
+        raise RuntimeError(f"bench_updates.py {' '.join(arguments)} gave no result (exit {process.returncode})")
     return json.loads(lines[-1])
 
 
