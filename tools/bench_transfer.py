@@ -1,17 +1,19 @@
 #!/usr/bin/env python3
 """How fast the transfer plane is, against memcpy and the kernel's own copy between processes, side by side in one run.
 
-    tools/bench_transfer.py [--mb 10 100] [--repeats 5] [--engines 1 4] [--json]
+    tools/bench_transfer.py [--mb 10 100] [--repeats 5] [--engines 1 2 4] [--no-links] [--no-network] [--json]
 
 One process publishes, this one pulls, as a trainer rank and a host's puller do; an engine's copy out of shared memory
 is done by torch, without an engine. Figures are medians of the repeats, taken in turn so that other work on the machine
 falls on all of them alike. With --json the last line is one JSON object about the largest size:
 
     memcpy_gb_s, readv_gb_s, pull_gb_s (READ and verify), pull_over_readv (of speeds), publish_s, pull_s (READ, verify,
-    assemble), copy_s, nixl_update_over_memcpy_1 (publish to copied, in times of memcpy), idle_agent_core
+    assemble), copy_s, tensors_over_memcpy (whole tensors: publish to copied, in times of memcpy), idle_agent_core
 
-With --engines, real engines and a real trainer besides, at the largest size (bench_updates.py), which give
-pause_over_memcpy, update_over_memcpy_N, nixl_update_over_memcpy_N, pause_gain_over_sglang and update_gain_over_sglang.
+Then, unless their option says no: real engines and a real trainer at the largest size (bench_updates.py), which give
+pause_over_memcpy, update_over_memcpy_N, nixl_update_over_memcpy_N, pause_gain_over_sglang and update_gain_over_sglang;
+TCP beside gloo and Monarch's RDMABuffer (bench_links.py), which give tcp_over_gloo_64k and tcp_over_gloo_64m; and hosts
+joined by a network only (bench_network.py; root alone can make them).
 """
 
 from __future__ import annotations
@@ -139,7 +141,7 @@ def measure(connection: Connection, pid: int, puller: Puller, mb: int, repeats: 
         "publish_s": median["publish"],
         "pull_s": median["pull"],
         "copy_s": median["copy"],
-        "nixl_update_over_memcpy_1": median["update"] / median["memcpy"],
+        "tensors_over_memcpy": median["update"] / median["memcpy"],
     }
 
 
@@ -147,7 +149,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mb", type=int, nargs="+", default=[10, 100], help="sizes in MB")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--engines", type=int, nargs="*", default=[], help="numbers of real engines to update, such as 1 4")
+    parser.add_argument("--engines", type=int, nargs="*", default=[1, 4], help="numbers of real engines to update")
+    parser.add_argument("--links", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--network", action=argparse.BooleanOptionalAction, default=os.geteuid() == 0)
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -173,6 +177,17 @@ def main() -> None:
         from bench_updates import run as real_updates
 
         result |= real_updates(max(options.mb), options.engines, options.repeats)
+    more: dict[str, float] = {}
+    if options.links:
+        import bench_links
+
+        more |= bench_links.run(options.repeats)
+    if options.network:
+        import bench_network
+
+        more |= bench_network.run(max(options.mb), options.repeats)
+    print("  ".join(f"{name} {value:.4g}" for name, value in more.items()), flush=True)
+    result |= more
     if options.json:
         print(json.dumps(result), flush=True)
 
