@@ -251,3 +251,33 @@ def test_no_flipped_bit_of_a_manifest_is_taken(field, reader):
         with pytest.raises(TransferError):
             Manifest(manifest.version, [share, manifest.ranks[1]]).check()
     good(reader.call("pull", manifest, 20.0))
+
+
+@pytest.mark.parametrize("updates", [12, pytest.param(1000, marks=pytest.mark.slow)])
+def test_updates_go_on_while_readers_are_killed_at_random(field, updates):
+    """Whoever lives has exactly the newest version after each update; whoever was killed comes back and catches up."""
+    chance, readers, killed = random.Random(updates), [field.reader() for _ in range(2)], 0
+    try:
+        for _ in range(updates):
+            struck = [i for i in range(2) if chance.random() < (0.25 if updates < 100 else 0.02)]
+            manifest = field.publish([f"reader{i}" for i in range(2)], ttl_s=30.0)
+            for i, reader in enumerate(readers):
+                if i in struck:
+                    reader.call("strike", chance.randint(1, 4), signal.SIGKILL)
+                reader.send("pull", manifest, 20.0, ["engine"])
+            for i in range(2):
+                try:
+                    outcome = readers[i].answer()
+                except (EOFError, ConnectionResetError):
+                    assert i in struck and readers[i].process.wait(10) == -signal.SIGKILL
+                    killed += 1
+                    readers[i].end()
+                    readers[i] = field.reader()
+                    outcome = readers[i].call("pull", manifest, 20.0, ["engine"])
+                good(outcome)
+                readers[i].call("keep_only", {"engine": manifest.version})
+                field.release(f"reader{i}")
+        assert killed >= updates * 0.01
+    finally:
+        for reader in readers:
+            reader.end()
