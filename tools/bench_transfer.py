@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How fast the transfer plane is, against memcpy and the kernel's own copy between processes, side by side in one run.
 
-    tools/bench_transfer.py [--mb 10 100] [--repeats 5] [--engines 1 2 4] [--no-links] [--no-network] [--json]
+    tools/bench_transfer.py [--mb 10 100 400] [--repeats 5] [--engines 1 2 4] [--no-links] [--no-network] [--json]
 
 One process publishes, this one pulls, as a trainer rank and a host's puller do; an engine's copy out of shared memory
 is done by torch, without an engine. Figures are medians of the repeats, taken in turn so that other work on the machine
@@ -147,7 +147,7 @@ def measure(connection: Connection, pid: int, puller: Puller, mb: int, repeats: 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mb", type=int, nargs="+", default=[10, 100], help="sizes in MB")
+    parser.add_argument("--mb", type=int, nargs="+", default=[10, 100, 400], help="sizes in MB")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--engines", type=int, nargs="*", default=[1, 4], help="numbers of real engines to update")
     parser.add_argument("--links", action=argparse.BooleanOptionalAction, default=True)
