@@ -55,7 +55,8 @@ def main() -> None:
         names = folder_tensors(folder)
         with safe_open(f"{folder}/model.safetensors", framework="pt") as file:
             weights = {n: file.get_tensor(n) for n in names}
-        for degree in degrees:
+        heads = json.loads(Path(folder, "config.json").read_text())["num_attention_heads"]
+        for degree in (d for d in degrees if heads % d == 0):  # SGLang cuts by whole heads
             for dtype in ("float32", "bfloat16"):
                 layout = build(folder, degree, dtype, {})
                 layout.check()

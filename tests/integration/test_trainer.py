@@ -35,6 +35,11 @@ def make_model(folder: Path, family: str) -> Path:
         "qwen3 tied": lambda: transformers.Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=True),
         "llama tied": lambda: transformers.LlamaConfig(**SIZES, tie_word_embeddings=True),
         "llama 3.1": lambda: transformers.LlamaConfig(**SIZES, rope_parameters=stretched),
+        # SmolLM2-135M's cut of a layer: 9 heads, 3 of them for keys and values
+        "smollm2": lambda: transformers.LlamaConfig(
+            vocab_size=1026, hidden_size=576, intermediate_size=1536, num_hidden_layers=2, num_attention_heads=9,
+            num_key_value_heads=3, max_position_embeddings=512, rms_norm_eps=1e-5, tie_word_embeddings=True,
+        ),  # fmt: skip
         "qwen2": lambda: transformers.Qwen2Config(**SIZES),
         "moe": lambda: transformers.Qwen3MoeConfig(
             **SIZES, head_dim=16, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True
