@@ -4,9 +4,9 @@
     tools/bench_links.py [--repeats 5]
 
 The plane pulls and verifies over TCP (UCX_TLS=tcp) a model whose tensors are of 64 KiB, and one of 64 MiB; gloo sends
-the same tensors one by one, as they are; gloo's broadcast and Monarch's RDMABuffer (which is TCP where there is no such hardware) move the whole
-as one. Medians, taken in turn. Ends with one line of JSON: `tcp_over_gloo_64k`, `tcp_over_gloo_64m` (of speeds), and
-`tcp_gb_s_*`, `gloo_gb_s_*`, `broadcast_gb_s`, `rdma_buffer_gb_s`.
+the same tensors one by one, as they are; gloo's broadcast and Monarch's RDMABuffer (which is TCP where there is no such
+hardware) move the whole as one. Medians, taken in turn. Ends with one line of JSON: `tcp_over_gloo_64k`,
+`tcp_over_gloo_64m` (of speeds), and `tcp_gb_s_*`, `gloo_gb_s_*`, `broadcast_gb_s`, `rdma_buffer_gb_s`.
 """
 
 from __future__ import annotations
@@ -193,7 +193,8 @@ def run(repeats: int) -> dict[str, float]:
     """Everything, each part in processes of its own."""
     found: dict[str, float] = {}
     here = str(Path(__file__).parent)
-    for part, more in (("--links", {"UCX_TLS": "tcp"}), ("--rdma", {"PYTHONPATH": os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])})):
+    importable = os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])
+    for part, more in (("--links", {"UCX_TLS": "tcp"}), ("--rdma", {"PYTHONPATH": importable})):
         command = [sys.executable, __file__, part, "--repeats", str(repeats)]
         done = subprocess.run(command, env=os.environ | more, stdout=subprocess.PIPE, timeout=600, check=True)
         found |= json.loads(done.stdout.decode().strip().splitlines()[-1])
