@@ -191,6 +191,7 @@ def test_a_rank_killed_while_it_publishes_costs_its_version_only(field, reader):
     good(reader.call("pull", field.publish(), 20.0))
 
 
+@pytest.mark.slow
 def test_a_rank_restarted_under_its_old_name_is_another(field, reader):
     before = field.publish()
     good(reader.call("pull", before, 20.0))
@@ -253,7 +254,7 @@ def test_no_flipped_bit_of_a_manifest_is_taken(field, reader):
     good(reader.call("pull", manifest, 20.0))
 
 
-@pytest.mark.parametrize("updates", [12, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("updates", [8, pytest.param(1000, marks=pytest.mark.slow)])
 def test_updates_go_on_while_readers_are_killed_at_random(field, updates):
     """Whoever lives has exactly the newest version after each update; whoever was killed comes back and catches up."""
     chance, readers, killed = random.Random(updates), [field.reader() for _ in range(2)], 0
