@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     shown.add_argument("--step", type=int, help="those that this step trained (default: the last)")
     shown.add_argument("--group", default="", help="those of this group")
     shown.add_argument("--n", type=int, default=4, help="how many (default: 4)")
-    shown.add_argument("--colour", choices=("advantage", "logprob"), default="advantage", help="what colours a sampled token")
+    shown.add_argument("--colour", choices=("advantage", "logprob", "difference"), default="advantage", help="what colours a sampled token: its advantage, its log-prob, or how far the trainer's log-prob was from the engine's")
     serve = commands.add_parser("serve", help="serve a model folder behind an OpenAI-compatible API")
     serve.add_argument("model", help="a model folder (config.json, safetensors, tokenizer)")
     serve.add_argument("--mesh", default="local", help="mesh file, or the name of one that comes with Milkweed (default: local)")

@@ -4,16 +4,20 @@ sees."""
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import openai
 import pytest
+from rich.console import Console
 
 import milkweed as mw
+from milkweed.observe.show import show_run
 
 pytestmark = pytest.mark.stack
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -84,10 +88,17 @@ def test_every_sampled_token_of_many_turns_replays_and_trains(loop, live):
             assert await worst_difference(live, groups) < 1e-4
             batch = mw.batch(groups, mw.algorithms.dr_grpo)
             assert "rewards" in batch.extra
+            before = await live.mesh.trainer.logprobs(batch)
             await live.train(batch, mw.algorithms.grpo_loss())
+            assert (live.mesh.trainer.trained - before)[batch.mask].abs().max() < 1e-6
             await live.publish()
+        await live._flow.ledger.flush()
 
     loop.run(check())
+    console = Console(width=250, record=True, file=io.StringIO())
+    assert show_run(live.directory.path, colour="difference", most=2, console=console) == 2
+    worst = [float(x) for x in re.findall(r"differ by (\S+) at most", console.export_text())]
+    assert len(worst) == 2 and max(worst) < 1e-4
 
 
 def test_an_openai_agent_trains_through_the_gateway_and_its_tokens_replay(loop, live):

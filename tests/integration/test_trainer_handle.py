@@ -48,6 +48,7 @@ async def _drive(tmp_path) -> None:
         assert first["loss"] == pytest.approx(2 * first["nll"], rel=1e-4)
         assert first["nll"] == pytest.approx(float(-(before * batch.weights).sum()), rel=1e-4)
         assert trainer.version == PolicyVersion(0, 1) and first["applied"] == 1
+        assert trainer.trained is not None and (trainer.trained - before)[batch.mask].abs().max() < 1e-5
         assert trainer.loss_source is not None and "scale * policy.logprobs" in trainer.loss_source.source
         scale = 3.0
         second = await trainer.update(batch, loss)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import pytest
+import torch
 from chat_support import Scripted, chat_like
 from rich.console import Console
 
+from milkweed.data import pack
 from milkweed.environments.conversation import Conversation
 from milkweed.environments.expert import Expert
 from milkweed.environments.judge import Endpoint, Engines, Judge, score_in
 from milkweed.errors import DataError, RewardError
 from milkweed.observe.show import show
+from milkweed.observe.trained import TrainedLogprobs, read_trained
 from milkweed.rollout.gateway import Gateway
-from milkweed.types import Prompt, Sampling
+from milkweed.types import PolicyVersion, Prompt, Sampling, Trajectory, VersionSpan
 
 TASK = Prompt(id="t", messages=[{"role": "user", "content": "greet"}])
 
@@ -97,3 +101,29 @@ def test_a_trajectory_is_shown_with_turns_rewards_and_no_control_codes(tmp_path)
     assert html.startswith("<pre") and "color: #" in html
     with pytest.raises(DataError, match="log-probs for"):
         show(t, chat, logprobs=[0.0])
+    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(show(t, chat, logprobs=lambda s: [p - 0.05 * m for p, m in zip(s.logprobs, s.loss_mask)]))
+    assert "trainer and engine differ by 0.05 at most" in console.export_text()
+
+
+def test_a_step_keeps_the_trainers_logprobs_by_sequence_and_forgets_old_ones(tmp_path):
+    def sequence(*ids):
+        n = len(ids)
+        spans = [VersionSpan(1, n, PolicyVersion())]
+        return Trajectory(
+            token_ids=list(ids), loss_mask=[False] + [True] * (n - 1), logprobs=[0.0] + [-1.0] * (n - 1),
+            versions=spans, turns=[], finish_reason="stop", sampling=Sampling(), reward=1.0,
+        )  # fmt: skip
+
+    batch = pack([sequence(1, 2, 3), sequence(4, 5), sequence(6, 7, 8, 9)], [1.0, 1.0, 1.0], row_len=6)
+    values = batch.tokens.float() / -10
+    log = TrainedLogprobs(tmp_path, keep=2)
+    for step in (1, 2, 3):
+        log.write(step, batch, values)
+    log.write(4, dataclasses.replace(batch, logprobs=torch.zeros_like(batch.logprobs)), values)
+    kept = read_trained(tmp_path, 3)
+    assert kept.of([4, 5]) == pytest.approx([-0.4, -0.5]) and kept.of([6, 7, 8, 9]) == pytest.approx([-0.6, -0.7, -0.8, -0.9])
+    assert kept.of([1, 2]) is None
+    for gone in (1, 4):
+        with pytest.raises(DataError, match=f"step {gone} trained nothing sampled"):
+            read_trained(tmp_path, gone)

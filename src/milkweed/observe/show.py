@@ -4,7 +4,7 @@ likely it was. On a terminal (`milkweed show DIR`) and in a notebook (`mw.show(t
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,23 +40,30 @@ def show(
     chat: Chat,
     *,
     advantage: float | Sequence[float] | None = None,
-    logprobs: Sequence[float] | None = None,
+    logprobs: Sequence[float] | Callable[[Trajectory], Sequence[float] | None] | None = None,
     title: str = "",
 ) -> Shown:
     """`trajectory` turn by turn. Sampled tokens are coloured by `advantage` (green above 0, red below; one number, or
-    one a token), else by the difference between `logprobs` (the trainer's, one a token of `token_ids`) and the
-    engine's, else by the engine's log-prob (the redder, the less likely). Segments are shown first, without these
-    colours."""
+    one a token), else by the difference between `logprobs` (the trainer's, one a token of `token_ids`, or a function that
+    gives those of a sequence) and the engine's, else by the engine's log-prob (the redder, the less likely). Segments
+    are shown first, coloured by a function only."""
     parts: list[Any] = []
+    worst = -1.0
     for number, s in enumerate(trajectory.sequences):
         last = s is trajectory
-        values, colour = _values(s, advantage if last else None, logprobs if last else None)
+        theirs = logprobs(s) if callable(logprobs) else logprobs if last else None
+        values, colour = _values(s, advantage if last else None, theirs)
+        if colour == "difference":
+            sampled = [v for v, m in zip(values, s.loss_mask, strict=True) if m]
+            worst = max([worst, *sampled])
         if len(trajectory.sequences) > 1:
             parts.append(Text(f"segment {number + 1} of {len(trajectory.sequences)}", style="bold"))
         parts += [line for turn in s.turns for line in _turn(s, turn, chat, values, colour)]
     reward = "not scored" if trajectory.reward is None else f"reward {trajectory.reward:g}"
     told = [reward, *(f"{k} {v:g}" for k, v in trajectory.reward_parts.items()), trajectory.finish_reason]
     told += [f"{trajectory.sampled} tokens sampled", f"weights {trajectory.version}"]
+    if worst >= 0:
+        told.append(f"trainer and engine differ by {worst:.2g} at most")
     if trajectory.dropped:
         told.append(f"dropped: {trajectory.dropped}")
     name = " ".join(p for p in (title, trajectory.id, trajectory.agent) if p)
@@ -125,6 +132,7 @@ def show_run(
     from milkweed.data.ledger.records import unpack_trajectory
     from milkweed.data.ledger.schema import read_index
     from milkweed.data.ledger.segments import Segments
+    from milkweed.observe.trained import read_trained
     from milkweed.runs.directory import read_record
 
     record = read_record(folder)
@@ -145,6 +153,11 @@ def show_run(
         ).fetchall()
     finally:
         index.close()
+    trained = None
+    if colour == "difference":
+        if group:
+            raise DataError("colours by difference are of a step's batch: say --step, not --group")
+        trained = read_trained(folder, value)
     if not rows:
         raise DataError(f"{folder}: its ledger has no trajectory of {f'group {group}' if group else f'step {value}'}")
     segments, console = Segments(folder / "ledger" / "segments"), console or Console(highlight=False)
@@ -163,6 +176,7 @@ def show_run(
                 console.print(f"... {len(rows) - shown} more (--n)")
                 return shown
             worth = None if colour != "advantage" or t.reward is None else t.reward - mean
-            console.print(show(t, chat, advantage=worth, title="" if t.id else name))
+            theirs = None if trained is None else lambda s: trained.of(s.token_ids)
+            console.print(show(t, chat, advantage=worth, logprobs=theirs, title="" if t.id else name))
             shown += 1
     return shown

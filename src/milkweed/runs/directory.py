@@ -3,6 +3,8 @@
     run.json        recipe, its arguments, the configuration as it ran, versions
     lock            held (flock) by the one controller that runs it
     checkpoints/    TorchTitan checkpoints, the controller's own state inside
+    ledger/         every trajectory, what became of it, its tokens
+    logprobs/       the trainer's, of each step's batch
     metrics.jsonl, tensorboard/, samples.jsonl, logs/
 """
 

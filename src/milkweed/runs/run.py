@@ -16,6 +16,7 @@ import msgspec
 
 from milkweed.errors import ConfigError, DataError, MilkweedError
 from milkweed.fleet.memory import freeze
+from milkweed.observe.trained import TrainedLogprobs
 from milkweed.observe.view import View
 from milkweed.runs.config import RunConfig
 from milkweed.runs.directory import INVOCATION, RunDirectory, default_directory
@@ -163,6 +164,8 @@ class Run:
                 self._flow.trained(self.mesh.version)
             if self._flow is not None and model.version != own:
                 self._flow.updated(model, batch)
+            if role == "trainer" and self._flow is not None and self.step > before and model.trained is not None:
+                self._trained.write(self.step, batch, model.trained)
         self._rows.trained(metrics, role)
         return metrics
 
@@ -330,6 +333,7 @@ class Run:
                     await self._resume_critic(saved.get("critic"))
                 self.view.say(f"resumed from checkpoint {self.step} of {self.directory.path}")
         path = self.directory.path
+        self._trained = TrainedLogprobs(path, self.config.keep_tokens_steps)
         self._rows = Rows(self.config, path, self.view, resumed_at=resumed_at, record=self.directory.record.config)
         if self.mesh.trainer is not None:
             self._flow = Flow(self.config, path, self.mesh, self.view.say)

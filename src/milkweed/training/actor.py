@@ -42,12 +42,12 @@ class TrainerActor(Actor):
 
     @endpoint
     def update(self, batch: Any, loss: bytes, clip_norm: float | None) -> tuple[dict[str, Any], float]:
-        """See TrainerRank.update; `loss` as `shipping.ship` packed it. The answer has the new version besides."""
+        """See TrainerRank.update; `loss` as `shipping.ship` packed it. The answer has the new version and the log-probs before the update besides."""
         from milkweed.training.shipping import unship
 
         def work() -> dict[str, Any]:
             metrics = self._rank.update(batch, unship(loss), clip_norm=clip_norm)
-            return {"metrics": metrics, "version": self._rank.version}
+            return {"metrics": metrics, "version": self._rank.version, "logprobs": self._rank.trained}
 
         return self._timed(work)
 

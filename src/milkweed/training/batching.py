@@ -84,6 +84,14 @@ def check(batch: Batch, *, seq_len: int, vocab: int) -> None:
         raise DataError(f"batch.mask is set at row {row}, token {column}: a sequence's first token or padding has no log-prob")
 
 
+def in_batch(values: torch.Tensor, rows: list[int], batch: Batch) -> torch.Tensor:
+    """A micro-batch's `values` `[rows and more, its own length, ...]` as rows of the whole batch, on the CPU."""
+    values = values[: len(rows), : batch.tokens.shape[1]].cpu()
+    out = values.new_zeros(len(rows), batch.tokens.shape[1], *values.shape[2:])
+    out[:, : values.shape[1]] = values
+    return out
+
+
 def merge_rows(parts: Sequence[tuple[list[int], torch.Tensor] | None], rows: int, seq: int) -> torch.Tensor:
     """Put ranks' rows `(indices, [n, seq, ...])` back in the order of the batch; `[rows, seq, ...]`."""
     given = [part for part in parts if part is not None]

@@ -63,6 +63,7 @@ class TrainerRank:
         else:
             for p in self.parameters.values():
                 p.requires_grad_(False)
+        self.trained: Rows | None = None  # log-probs that the last update began with, as `logprobs` answers
         self._pieces: list[shards.Piece] | None = None
         self._sender: Any = None
         self._cp_group, self._tp_group = self.parallel.group("cp"), self.parallel.group("tp")
@@ -142,10 +143,7 @@ class TrainerRank:
         parts: list[torch.Tensor] = []
         with torch.no_grad():
             for rows, micro in self._micro_batches(batch):
-                values = read(self.forward(self._to_device(micro)))[: len(rows), : batch.tokens.shape[1]].cpu()
-                out = values.new_zeros(len(rows), batch.tokens.shape[1], *values.shape[2:])
-                out[:, : values.shape[1]] = values
-                parts.append(out)
+                parts.append(batching.in_batch(read(self.forward(self._to_device(micro))), rows, batch))
                 index += rows
         titan.reshard(self.parallel.model)
         self.busy_s += time.perf_counter() - started
@@ -164,6 +162,7 @@ class TrainerRank:
         batching.check(batch, seq_len=self.config.seq_len, vocab=self.architecture.vocab)
         result = {"loss": 0.0, "grad_norm": 0.0, "lr": self.lr, "tokens": float(batch.mask.sum())}
         result |= {"seen": float((batch.segments >= 0).sum()), "applied": 0.0}
+        self.trained = None
         if result["tokens"] > 0:
             try:
                 result |= self._step(batch, loss, self.config.clip_norm if clip_norm is None else clip_norm)
@@ -176,7 +175,8 @@ class TrainerRank:
 
     def _step(self, batch: Batch, loss: Loss, clip_norm: float) -> dict[str, float]:
         total, sums, where = 0.0, {}, None
-        for number, (_, micro) in enumerate(self._micro_batches(batch)):
+        began: list[Rows] = []
+        for number, (rows, micro) in enumerate(self._micro_batches(batch)):
             micro = self._to_device(micro)
             policy = self.forward(micro)
             error, share = None, None
@@ -191,6 +191,8 @@ class TrainerRank:
             if where is None and not math.isfinite(value):
                 where = f"micro-batch {number} of rank {self.rank}"
             total += value
+            if isinstance(policy, Policy):
+                began.append((rows, batching.in_batch(policy.logprobs.detach(), rows, batch)))
             if share.requires_grad:
                 share.backward()
             else:
@@ -212,6 +214,7 @@ class TrainerRank:
                 group["lr"] = lr
         self.optimizers.step()
         self.version = PolicyVersion(self.version.incarnation, self.version.step + 1)
+        self.trained = (sum((r for r, _ in began), []), torch.cat([p for _, p in began])) if self._speaks and began else None
         return {**metrics, "loss": total, "grad_norm": norm, "lr": lr, "applied": 1.0}
 
     def _combine(self, total: float, sums: dict[str, list[float]], where: str | None):

@@ -44,6 +44,8 @@ class Trainer:
         self.version = PolicyVersion()
         self.busy_s = 0.0
         self.publish_s = 0.0
+        self.trained: torch.Tensor | None = None
+        """`[rows, seq]` log-probs of the batch of the last update under the weights that it began with; a policy's."""
         self.peak_lr = config.lr
         """The peak learning rate of the next update."""
         self.broken: dict[int, str] = {}
@@ -104,10 +106,13 @@ class Trainer:
 
     async def update_shipped(self, batch: Batch, loss: bytes, *, clip_norm: float | None = None) -> dict[str, float]:
         """`update` with a loss as `shipping.ship` packed it, a recorded one say."""
+        from milkweed.training.batching import merge_rows
 
         async def work() -> dict[str, float]:
             answers = await self._call("update", batch, loss, clip_norm)
             self.version = answers[0]["version"]
+            parts = [a["logprobs"] for a in answers]
+            self.trained = merge_rows(parts, *batch.tokens.shape) if any(p is not None for p in parts) else None
             self.result = {**answers[0]["metrics"], "seconds": max(a["metrics"]["seconds"] for a in answers)}
             return dict(self.result)
 

@@ -1,0 +1,65 @@
+"""What the trainer thought of the tokens it trained on: `logprobs/STEP` in the run directory, for `milkweed show`."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from milkweed.errors import DataError
+
+if TYPE_CHECKING:
+    import torch
+
+    from milkweed.types import Batch
+
+
+class TrainedLogprobs:
+    """Keeps the log-probs of every sequence of a step's batch under the weights that the step began with; those of the
+    last `keep` steps (0: all)."""
+
+    def __init__(self, folder: Path, keep: int = 0) -> None:
+        self._folder, self._keep = folder / "logprobs", keep
+
+    def write(self, step: int, batch: Batch, logprobs: torch.Tensor) -> None:
+        """`logprobs` `[rows, seq]` of the update that made `step`. Batches that no engine sampled are left out."""
+        if not bool((batch.logprobs != 0).any()):
+            return
+        found: dict[bytes, bytes] = {}
+        for tokens, segments, row in zip(batch.tokens, batch.segments, logprobs.float()):
+            for segment in segments.unique().tolist():
+                if segment >= 0:
+                    at = segments == segment
+                    found[_key(tokens[at].tolist())] = array("f", row[at].tolist()).tobytes()
+        self._folder.mkdir(exist_ok=True)
+        (self._folder / str(step)).write_bytes(msgspec.msgpack.encode(found))
+        if self._keep:
+            (self._folder / str(step - self._keep)).unlink(missing_ok=True)
+
+
+def read_trained(folder: Path, step: int) -> TrainedStep:
+    """Those of `step` of the run in `folder`. Raises DataError where they are not kept."""
+    path = folder / "logprobs" / str(step)
+    if not path.exists():
+        raise DataError(f"{path} does not exist: step {step} trained nothing sampled, or keep_tokens_steps let it go")
+    return TrainedStep(msgspec.msgpack.decode(path.read_bytes(), type=dict[bytes, bytes]))
+
+
+class TrainedStep:
+    """A step's log-probs by sequence."""
+
+    def __init__(self, found: dict[bytes, bytes]) -> None:
+        self._found = found
+
+    def of(self, token_ids: Sequence[int]) -> list[float] | None:
+        """One log-prob a token (0 at the first); None for a sequence that was not in the batch."""
+        data = self._found.get(_key(token_ids))
+        return None if data is None else list(array("f", data))
+
+
+def _key(token_ids: Sequence[int]) -> bytes:
+    return hashlib.blake2b(array("i", token_ids).tobytes(), digest_size=12).digest()
