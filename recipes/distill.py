@@ -52,9 +52,11 @@ async def reverse_kl(cfg: Config, run: mw.Run, solve: mw.Environment, exam: list
 
 
 async def main(cfg: Config) -> None:
+    if cfg.engine and not (cfg.teacher and cfg.teacher_temperature == 1):
+        raise mw.ConfigError("engine: name a teacher and set teacher_temperature to 1, which is what engines score at")
     train_set, held_out = sft.sums()
     model = cfg.model or await sft.warm_model(cfg.seed)
-    teacher = {"teacher": cfg.teacher or model} if cfg.engine else {"reference": cfg.teacher or True}
+    teacher = {"teacher": cfg.teacher} if cfg.engine else {"reference": cfg.teacher or True}
     async with mw.start(cfg, model=model, **teacher) as run:
         solve = mw.single_turn(grpo.reward)
         loss = mw.algorithms.distill_top_k_loss() if cfg.top_k else mw.algorithms.distill_loss()
