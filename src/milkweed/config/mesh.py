@@ -15,6 +15,8 @@ DTYPES = Literal["float32", "bfloat16"]
 FUTURE_KINDS = ("addresses", "slurm", "kubernetes", "ray")
 POLICIES = ("trainer", "reference", "critic", "reward_model")
 """The roles that are models of the trainer's kind, one of each at most."""
+WITHOUT = (("hosts", "gpus"), ("rollout", "replicas"), ("reward", "replicas"), ("environment", "replicas"))
+"""What a mesh may have none of."""
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -99,6 +101,13 @@ class RewardConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """CPU threads of each."""
 
 
+class EnvironmentConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    replicas: int = 0
+    """How many processes run environments; 0 runs them in the controller."""
+    threads: int = 1
+    """CPU threads of each."""
+
+
 class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How weights travel from the trainer to the engines."""
 
@@ -129,6 +138,7 @@ class MeshConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Engines of a teacher, for recipes that ask one; absent, as many as `rollout`, on the same devices: on GPUs give
     them some of their own, or lower mem_fraction_static in both."""
     reward: RewardConfig = RewardConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     transfer: TransferConfig = TransferConfig()
     origin: str = "this mesh"
 
@@ -164,11 +174,11 @@ class MeshConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise self._wrong(
                 "hosts.orphan_grace_s", f"{self.hosts.orphan_grace_s:g} is not supported by this version; set it to 0"
             )
-        for table in ("hosts", *POLICIES, "rollout", "teacher", "reward"):
+        for table in ("hosts", *POLICIES, "rollout", "teacher", "reward", "environment"):
             part = getattr(self, table)
             for key in part.__struct_fields__ if part is not None else ():
                 value = getattr(part, key)
-                least = 0 if (table, key) in (("hosts", "gpus"), ("rollout", "replicas"), ("reward", "replicas")) else 1
+                least = 0 if (table, key) in WITHOUT else 1
                 if isinstance(value, int) and not isinstance(value, bool) and key != "orphan_grace_s" and value < least:
                     raise self._wrong(f"{table}.{key}", f"{value} is too few; at least {least}")
         if self.device == "cuda" and self.hosts.gpus == 0:
@@ -216,8 +226,9 @@ class MeshConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.teacher is not None:
             for index in range(self.teacher.replicas):
                 put("teacher", index, self.teacher.tensor_parallel, self.teacher.threads)
-        for index in range(self.reward.replicas):
-            found["reward", index] = Place(index % self.hosts.count, (), self.reward.threads, cpu)
+        for role, table in (("reward", self.reward), ("environment", self.environment)):
+            for index in range(table.replicas):
+                found[role, index] = Place(index % self.hosts.count, (), table.threads, cpu)
         return found
 
     def _wrong(self, key: str, what: str) -> ConfigError:

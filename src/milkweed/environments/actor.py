@@ -1,4 +1,5 @@
-"""The reward role's actor: a scoring pool behind three endpoints. All its work is in `children.py`."""
+"""The actors of the reward and environment roles: a scoring pool (`children.py`) and a workshop (`workshop.py`) behind
+a few endpoints."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import Any
 
 from milkweed.environments.children import Limits, ScoringPool
 from milkweed.environments.items import decode_items, encode
+from milkweed.environments.workshop import Workshop
 from milkweed.fleet import Actor, concurrent_endpoint
 
 
@@ -33,3 +35,23 @@ class RewardActor(Actor):
 
     async def __cleanup__(self, exc: Any) -> None:
         await asyncio.to_thread(self._pool.close)
+
+
+class EnvironmentActor(Actor):
+    """A process that runs trajectories. `setup` is what `workers.setup_of` gives."""
+
+    def __init__(self, setup: bytes) -> None:
+        self._shop = Workshop(setup)
+
+    @concurrent_endpoint
+    async def push(self, commands: list[tuple[Any, ...]], functions: dict[str, bytes]) -> None:
+        """See `Workshop.push`."""
+        self._shop.push(commands, functions)
+
+    @concurrent_endpoint
+    async def pull(self, max_wait_s: float) -> list[bytes]:
+        """See `Workshop.pull`."""
+        return await asyncio.to_thread(self._shop.pull, max_wait_s)
+
+    async def __cleanup__(self, exc: Any) -> None:
+        await asyncio.to_thread(self._shop.close)

@@ -134,10 +134,20 @@ class Scorer:
         Raises RewardError naming what happened and the prompt: the function raised, gave no finite number, passed
         its deadline, or ended its process. Raises FleetError when no worker is left.
         """
+        return await self._score(self._key(fn), _dumps((args, kwargs)), _label(args), deadline_s)
+
+    async def score_packed(
+        self, key: str, blob: bytes, payload: bytes, label: str, deadline_s: float | None = None
+    ) -> Score:
+        """`score` of a call that another process packed with `packed`."""
+        self._blobs.pop(key, None)
+        self._blobs[key] = blob  # newest last
+        return await self._score(key, payload, label, deadline_s)
+
+    async def _score(self, key: str, payload: bytes, label: str, deadline_s: float | None) -> Score:
         if self._lost is not None or not self._lanes:
             raise self._lost or FleetError("reward", "refused", "the mesh has no reward workers")
-        label = next((f"prompt {a.id}" for a in args if isinstance(a, Prompt)), "")
-        item = Item(next(self._ids), self._key(fn), _dumps((args, kwargs)), deadline_s or self.deadline_s)
+        item = Item(next(self._ids), key, payload, deadline_s or self.deadline_s)
         job = _Job(item, label, asyncio.get_running_loop().create_future(), 0)
         self._waiting.append(job)
         self._schedule()
@@ -171,7 +181,7 @@ class Scorer:
         held = self._pickled.get(fn)
         if held is not None and now - held[0] < 1.0:
             return held[1]
-        blob = _dumps_function(fn)
+        blob = dumps_function(fn)
         key = hashlib.blake2b(blob, digest_size=16).hexdigest()
         self._blobs.pop(key, None)
         self._blobs[key] = blob  # newest last
@@ -313,7 +323,25 @@ def _dumps(value: Any) -> bytes:
         raise RewardError(f"reward arguments cannot be sent to another process: {error}") from error
 
 
-def _dumps_function(fn: Any) -> bytes:
+_packed: dict[Any, tuple[float, str, bytes]] = {}
+
+
+def packed(fn: Reward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, bytes, bytes, str]:
+    """A call as `Scorer.score_packed` takes it: the function's key and pickle, the pickled arguments, a label."""
+    now, held = time.monotonic(), _packed.get(fn)
+    if held is None or now - held[0] > 1.0:
+        blob = dumps_function(fn)
+        held = _packed[fn] = (now, hashlib.blake2b(blob, digest_size=16).hexdigest(), blob)
+        while len(_packed) > KEPT:
+            _packed.pop(next(iter(_packed)))
+    return held[1], held[2], _dumps((args, kwargs)), _label(args)
+
+
+def _label(args: tuple[Any, ...]) -> str:
+    return next((f"prompt {a.id}" for a in args if isinstance(a, Prompt)), "")
+
+
+def dumps_function(fn: Any) -> bytes:
     """Pickle by value unless its module is installed: a script's neighbour need not be importable in the child, and
     a cell's function is what it is now."""
     import cloudpickle

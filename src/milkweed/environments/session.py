@@ -25,7 +25,9 @@ from milkweed.environments.tools import Tool
 from milkweed.errors import EnvironmentFailed
 
 MAIN = Path(__file__).with_name("session_main.py")
-START_S = 30.0
+START_S = 120.0
+"""A start takes tenths of a second of CPU, which the code in the others may leave slowly; the trajectory's own deadline
+stands in any case."""
 AT_ONCE = 64
 """Processes alive at the same time; a trajectory that wants one more waits for another to end."""
 

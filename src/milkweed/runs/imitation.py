@@ -30,6 +30,7 @@ async def imitate(
         Expert(chat, say),
         scorer=run.mesh.reward,
         chat=chat,
+        workers=run.mesh.environment,
         samples=1,
         sampling=c.sampling,
         key=f"shown-{run.step + 1}",

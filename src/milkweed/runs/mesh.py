@@ -21,6 +21,7 @@ from milkweed.types import PolicyVersion
 if TYPE_CHECKING:
     from milkweed.data import Chat
     from milkweed.environments import Scorer
+    from milkweed.environments.workers import EnvironmentWorkers
     from milkweed.rollout import Router, Teacher
     from milkweed.training import Trainer, TrainerConfig
 
@@ -164,6 +165,14 @@ async def up(
 
         live.reward = await bring("reward", workers())
 
+    async def environments() -> None:
+        from milkweed.environments.actor import EnvironmentActor
+        from milkweed.environments.workers import EnvironmentWorkers, setup_of
+
+        count, setup = range(config.environment.replicas), setup_of(chat)
+        spawns = (fleet.spawn("environment", i, EnvironmentActor, setup) for i in count)
+        live.environment = EnvironmentWorkers(await asyncio.gather(*spawns))
+
     try:
         progress(f"waiting for {', '.join(sorted(waiting))}")
         async with asyncio.TaskGroup() as starting:
@@ -172,6 +181,8 @@ async def up(
                 starting.create_task(engines())
             if served is not None:
                 starting.create_task(teachers())
+            if "rollout" in roles and config.environment.replicas:
+                starting.create_task(environments())
             if "reward" in roles:
                 starting.create_task(rewards())
     except BaseException as error:
@@ -182,8 +193,8 @@ async def up(
 
 
 class Mesh:
-    """What `up` returns. `trainer`, `rollout`, `reward`, `reference`, `teacher`, `critic`, `reward_model` are None where
-    the mesh has no such role."""
+    """What `up` returns. `trainer`, `rollout`, `reward`, `reference`, `teacher`, `critic`, `reward_model`, `environment` are
+    None where the mesh has no such role."""
 
     def __init__(self, config: MeshConfig, fleet: Fleet, model: Path, chat: Chat) -> None:
         self.config, self.fleet, self.model, self.chat = config, fleet, model, chat
@@ -194,6 +205,7 @@ class Mesh:
         self.reward_model: Trainer | None = None
         self.rollout: Router | None = None
         self.reward: Scorer | None = None
+        self.environment: EnvironmentWorkers | None = None
         self.pullers: list[Replica] = []
         self.weights: WeightPlane | None = None
         self.update_deadline_s = 120.0
@@ -224,7 +236,7 @@ class Mesh:
 
     async def down(self) -> None:
         """End every process of the mesh and give back what it held. Safe to call twice."""
-        for part in (self.weights, self.rollout, self.teacher, self.reward):
+        for part in (self.weights, self.environment, self.rollout, self.teacher, self.reward):
             if part is not None:
                 await part.close()
         await self.fleet.stop()

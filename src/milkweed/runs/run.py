@@ -134,6 +134,7 @@ class Run:
             self.mesh.rollout,
             scorer=self.mesh.reward,
             chat=self.mesh.chat,
+            workers=self.mesh.environment,
             samples=n,
             sampling=sampling,
             key=key,

@@ -14,6 +14,7 @@ import msgspec
 from milkweed.environments.classes import as_environment
 from milkweed.environments.conversation import Conversation, Limits, Reply
 from milkweed.environments.threads import Threads
+from milkweed.environments.workers import Raised
 from milkweed.errors import ConfigError, DataError, EnvironmentFailed, FleetError, MilkweedError
 from milkweed.types import Completion, Environment, Group, Policy, Prompt, Sampling, Trajectory
 
@@ -21,13 +22,21 @@ from milkweed.types import Completion, Environment, Group, Policy, Prompt, Sampl
 class Handle:
     """The policy as an environment sees it. `session` keeps a trajectory's turns (and a group's samples) on one
     engine, where their prefix is cached; `scorer` is what rewards are run on; `template` is the model's `Chat`; `seeds`
-    gives the seed of the n-th sample, for deterministic sampling."""
+    gives the seed of the n-th sample, for deterministic sampling; `workers` run the environment (None: here)."""
 
     def __init__(
-        self, router: Any, sampling: Sampling, session: str, scorer: Any = None, template: Any = None, seeds: Callable[[int], int] | None = None
+        self,
+        router: Any,
+        sampling: Sampling,
+        session: str,
+        scorer: Any = None,
+        template: Any = None,
+        seeds: Callable[[int], int] | None = None,
+        workers: Any = None,
     ):
         self._router, self._sampling, self._session, self.scorer, self._template = router, sampling, session, scorer, template
         self._seeds, self._asked = seeds, itertools.count()
+        self.workers = workers
         self._threads: dict[str, Threads] = {}
         self._talks: list[Conversation] = []
 
@@ -142,16 +151,22 @@ async def sample_players(
     seed: int,
     deadline_s: float,
     retries: int = 1,
+    again: bool = False,
 ) -> list[Trajectory]:
     """Sample `index` of `group`: the trajectory of each player, its identity filled in. Where the environment fails by its
     own fault (EnvironmentFailed) it is tried again with a new handle, `retries` times; where it fails otherwise, or passes
-    `deadline_s`, one trajectory comes back, dropped with its reason. FleetError is raised."""
+    `deadline_s`, one trajectory comes back, dropped with its reason. `again` says that it was tried before: in a worker it then runs alone.
+    FleetError is raised."""
     run = as_environment(env)
 
-    async def attempt() -> list[Trajectory]:
+    async def attempt(alone: bool) -> list[Trajectory]:
         policy = handle()
         try:
-            made = await run(prompt, policy)
+            workers = getattr(policy, "workers", None)
+            if workers is None or getattr(run, "in_controller", False):
+                made = await run(prompt, policy)
+            else:
+                made = await workers.run(run, prompt, policy, alone=alone)
         finally:
             if isinstance(policy, Handle):
                 await policy.close()
@@ -165,7 +180,7 @@ async def sample_players(
         async with asyncio.timeout(deadline_s):
             for left in reversed(range(retries + 1)):
                 try:
-                    several = await attempt()
+                    several = await attempt(again or left < retries)
                     break
                 except EnvironmentFailed:
                     if not left:
@@ -178,6 +193,8 @@ async def sample_players(
         several = [failed(f"environment passed its deadline of {deadline_s:g} s ({prompt.id})", prompt, sampling)]
     except MilkweedError as error:
         several = [failed(f"{type(error).__name__}: {error}", prompt, sampling)]
+    except Raised as error:
+        several = [failed(f"environment raised {error} (prompt {prompt.id})", prompt, sampling)]
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         reason = f"environment raised {type(error).__name__}: {error} ({where.name}, line {where.lineno}; prompt {prompt.id})"
@@ -203,6 +220,7 @@ async def sample_groups(
     *,
     scorer: Any = None,
     chat: Any = None,
+    workers: Any = None,
     samples: int,
     sampling: Sampling,
     key: str,
@@ -215,6 +233,8 @@ async def sample_groups(
     """`samples` trajectories of every prompt, as groups in the order of `prompts`. An environment that returns several
     trajectories gives a group for each of its players (`agent`), the group's id ending in `#agent`.
 
+    `workers` (EnvironmentWorkers) run the environments; without them they run in this process.
+
     `key` (a run's step, say) makes group ids unique: `key/prompt id`. A trajectory whose environment raises, or passes
     `deadline_s`, comes back dropped with its reason; the others are not touched. A lost fleet is raised: with no
     engine left there is nothing to go on with. `deterministic` draws each sample from a seed of its own, made of `seed`,
@@ -223,7 +243,7 @@ async def sample_groups(
 
     def handle(group: str, index: int) -> Handle:
         drawn = seeds(seed, group, index) if deterministic else None
-        return Handle(router, sampling, group if sticky else f"{group}/{index}", scorer, chat, drawn)
+        return Handle(router, sampling, group if sticky else f"{group}/{index}", scorer, chat, drawn, workers)
 
     async def one(p: Prompt, g: str, i: int) -> list[Trajectory]:
         return await sample_players(

@@ -143,6 +143,7 @@ class Gateway:
                 reward, parts = outcome if isinstance(outcome, tuple) else (outcome, None)
                 return session.trajectory(float(reward), parts)
 
+        environment.in_controller = True  # type: ignore[attr-defined]  (it holds the gateway)
         environment.__name__ = environment.__qualname__ = f"agent({getattr(agent, '__name__', 'agent')})"
         return environment
 
