@@ -28,6 +28,7 @@ class Router:
 class Mesh:
     def __init__(self, version=PolicyVersion(), lost=0):
         self.rollout, self.reward, self.chat, self.version, self.update_deadline_s, self.lost = Router(), None, None, version, 10.0, lost
+        self.environment = None
         self.rollout.version = version
 
     async def publish(self, offered=lambda: None):
