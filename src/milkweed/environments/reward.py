@@ -16,10 +16,6 @@ import asyncio
 import contextlib
 import hashlib
 import itertools
-import os
-import pickle
-import sys
-import sysconfig
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -27,8 +23,8 @@ from typing import Any, NamedTuple, Protocol
 
 from milkweed.environments.children import KEPT, Limits, ScoringPool
 from milkweed.environments.items import Item, Outcome, decode_items, decode_outcomes, encode
+from milkweed.environments.shipped import dumps, dumps_function, label
 from milkweed.errors import FleetError, RewardError
-from milkweed.types import Prompt
 
 Reward = Callable[..., "float | dict[str, float] | Awaitable[float | dict[str, float]]"]
 """`reward(prompt, completion)`, plain or async: a finite number, or a dict of parts (finite numbers) whose `reward` is
@@ -134,7 +130,7 @@ class Scorer:
         Raises RewardError naming what happened and the prompt: the function raised, gave no finite number, passed
         its deadline, or ended its process. Raises FleetError when no worker is left.
         """
-        return await self._score(self._key(fn), _dumps((args, kwargs)), _label(args), deadline_s)
+        return await self._score(self._key(fn), dumps((args, kwargs)), label(args), deadline_s)
 
     async def score_packed(
         self, key: str, blob: bytes, payload: bytes, label: str, deadline_s: float | None = None
@@ -306,66 +302,6 @@ def _resolve(job: _Job, outcome: Outcome) -> None:
     if outcome.trace:
         error.add_note(outcome.trace)
     job.future.set_exception(error)
-
-
-def _dumps(value: Any) -> bytes:
-    """Plain pickle, several times as fast, wherever it does not refer to the script, which the child cannot import."""
-    import cloudpickle
-
-    try:
-        if b"__main__" not in (plain := pickle.dumps(value, protocol=5)):
-            return plain
-    except (TypeError, AttributeError, pickle.PicklingError):
-        pass  # what only cloudpickle can do, or nobody
-    try:
-        return cloudpickle.dumps(value)
-    except (TypeError, AttributeError, pickle.PicklingError) as error:
-        raise RewardError(f"reward arguments cannot be sent to another process: {error}") from error
-
-
-_packed: dict[Any, tuple[float, str, bytes]] = {}
-
-
-def packed(fn: Reward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, bytes, bytes, str]:
-    """A call as `Scorer.score_packed` takes it: the function's key and pickle, the pickled arguments, a label."""
-    now, held = time.monotonic(), _packed.get(fn)
-    if held is None or now - held[0] > 1.0:
-        blob = dumps_function(fn)
-        held = _packed[fn] = (now, hashlib.blake2b(blob, digest_size=16).hexdigest(), blob)
-        while len(_packed) > KEPT:
-            _packed.pop(next(iter(_packed)))
-    return held[1], held[2], _dumps((args, kwargs)), _label(args)
-
-
-def _label(args: tuple[Any, ...]) -> str:
-    return next((f"prompt {a.id}" for a in args if isinstance(a, Prompt)), "")
-
-
-def dumps_function(fn: Any) -> bytes:
-    """Pickle by value unless its module is installed: a script's neighbour need not be importable in the child, and
-    a cell's function is what it is now."""
-    import cloudpickle
-
-    module = sys.modules.get(getattr(fn, "__module__", None) or type(fn).__module__)
-    by_value = module is not None and module.__name__ != "__main__" and not _installed_module(module)
-    if by_value:
-        cloudpickle.register_pickle_by_value(module)
-    try:
-        return cloudpickle.dumps(fn)
-    except Exception as error:  # whatever a closure holds may raise anything
-        name = getattr(fn, "__name__", type(fn).__name__)
-        raise RewardError(f"reward function {name} cannot be sent to another process: {error}") from error
-    finally:
-        if by_value:
-            cloudpickle.unregister_pickle_by_value(module)
-
-
-def _installed_module(module: Any) -> bool:
-    path = getattr(module, "__file__", None)
-    if path is None or module.__name__.partition(".")[0] == "milkweed":
-        return True  # built in, or ours
-    places = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    return any(os.path.realpath(path).startswith(os.path.realpath(place) + os.sep) for place in places if place)
 
 
 _installed: list[Scorer] = []

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from milkweed import errors
-from milkweed.environments.reward import dumps_function
+from milkweed.environments.shipped import dumps_function
 from milkweed.environments.workshop import LOST, Ask, Done, Workshop, WorkshopLimits, decode_event
 from milkweed.errors import ConfigError, EnvironmentFailed, FleetError
 from milkweed.types import Environment, Prompt, Trajectory

@@ -162,7 +162,8 @@ class _Scorer:
         self._shop, self._id = shop, id
 
     async def score(self, fn: Any, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> Any:
-        from milkweed.environments.reward import Score, packed
+        from milkweed.environments.reward import Score
+        from milkweed.environments.shipped import packed
 
         key, blob, payload, label = packed(fn, args, kwargs)
         question = {"key": key, "blob": blob, "payload": payload, "label": label, "deadline_s": deadline_s}
