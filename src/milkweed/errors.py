@@ -2,6 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+
+
+def no_room(error: BaseException) -> bool:
+    """Whether a full disk is behind `error`, whoever passed it on."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, OSError) and seen.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        if any(text in str(seen) for text in ("disk is full", "No space left on device", "Disk quota exceeded")):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
 
 class MilkweedError(Exception):
     """Base of every error that Milkweed raises on purpose."""

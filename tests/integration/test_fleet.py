@@ -164,9 +164,9 @@ def test_killed_keeper_fails_the_replicas_and_leaves_nothing(tmp_path: Path) -> 
             assert time.monotonic() - began < GONE_WITHIN_S
             _wait_for(lambda: not any(_alive(pid) for pid in [child, *first.pids]))
             assert _alive(other) and len(await second.call("where", deadline_s=10)) == 1
-            with pytest.raises(PeerDied, match="gone"):
-                await fleet.spawn("rollout", 0, Probe)
-        assert not _alive(other) and not _leftovers(fleet.token)
+            again = await fleet.spawn("rollout", 0, Probe)
+            assert again.host is not first.host and len(await again.call("where", deadline_s=10)) == 1, "its host is brought up anew"
+        assert not _alive(other) and not _alive(again.pids[0]) and not _leftovers(fleet.token)
 
     asyncio.run(scenario())
 
@@ -262,3 +262,19 @@ def _wait_for(condition: object, until: float | None = None) -> None:
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < end, "not within the time"
         time.sleep(0.05)
+
+
+def test_a_stopped_process_is_found_and_ended_within_its_deadline():
+    async def main() -> None:
+        async with await Fleet.start(MeshConfig()) as fleet:
+            replica = await fleet.spawn("reward", 0, Probe)
+            found, began = asyncio.Event(), time.monotonic()
+            replica.on_failure(lambda _: found.set())
+            os.kill(replica.pids[0], signal.SIGSTOP)
+            await asyncio.wait_for(found.wait(), 10)
+            assert 3.0 < time.monotonic() - began < 8.0, "neither a moment's stop nor a long silence"
+            assert replica.failure.kind == "hung" and "stopped by a signal" in str(replica.failure)
+            with pytest.raises(DeadlineExceeded, match="stopped by a signal"):
+                await replica.call_one("where", deadline_s=5)
+
+    asyncio.run(main())

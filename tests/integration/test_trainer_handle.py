@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import time
 
 import pytest
@@ -105,3 +106,29 @@ async def _drive(tmp_path) -> None:
         await trainer.close()
         await asyncio.sleep(0.5)
         assert not alive(pid)
+
+
+def test_ranks_that_are_killed_come_back_with_the_same_weights(tmp_path):
+    async def main() -> None:
+        model, batch = make_model(tmp_path / "model", "qwen3"), packed_batch()
+
+        def loss(batch, policy):
+            return -policy.logprobs
+
+        async with await Fleet.start(load_mesh("local")) as fleet:
+            trainer = await Trainer.start(fleet, model, TrainerConfig(lr=1e-3, seq_len=64), run_dir=tmp_path / "run")
+            await trainer.update(batch, loss)
+            await trainer.save()
+            for lr in (1e-3, 5e-4):
+                await trainer.set_lr(lr)
+                await trainer.update(batch, loss)
+            before, version, events = await trainer.checksum(), trainer.version, []
+            trainer.history.note = events.append
+            os.kill(trainer.replica.pids[0], signal.SIGKILL)
+            began = time.monotonic()
+            assert await trainer.checksum() == before and trainer.version == version == PolicyVersion(0, 3)
+            assert time.monotonic() - began < 30
+            assert [e.what for e in events] == ["failed", "replaced"] and events[0].kind == "died" and "2 steps trained again" in events[1].cause
+            print(f"rebuilt after {events[1].after_s:.1f} s")
+
+    asyncio.run(asyncio.wait_for(main(), 240))

@@ -15,7 +15,7 @@ DTYPES = Literal["float32", "bfloat16"]
 FUTURE_KINDS = ("addresses", "slurm", "kubernetes", "ray")
 POLICIES = ("trainer", "reference", "critic", "reward_model")
 """The roles that are models of the trainer's kind, one of each at most."""
-WITHOUT = (("hosts", "gpus"), ("rollout", "replicas"), ("reward", "replicas"), ("environment", "replicas"))
+WITHOUT = (("hosts", "gpus"), ("rollout", "replicas"), ("rollout", "standby"), ("teacher", "standby"), ("reward", "replicas"), ("environment", "replicas"))
 """What a mesh may have none of."""
 
 
@@ -55,6 +55,11 @@ class HostsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How many hosts. With kind `local` more than one share the machine; its GPUs are split between them."""
     gpus: int = 0
     """GPUs of each host."""
+    notice: str = ""
+    """A file whose appearing says that a host is about to be taken away; `{host}` in it stands for the host's number. Its
+    engines then hand over to others; when the file is gone again, the host is used again."""
+    notice_s: float = 30
+    """Seconds that engines of such a host have to finish what they sample."""
     orphan_grace_s: float = 0
     """Seconds the hosts outlive a controller that died; only 0 (all gone within 5 s) is supported."""
 
@@ -85,7 +90,9 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The engines that sample."""
 
     replicas: int = 1
-    """How many engines."""
+    """How many engines serve."""
+    standby: int = 0
+    """Further engines that hold every version and step in at once where one fails."""
     tensor_parallel: int = 1
     """Ranks inside each engine."""
     threads: int = 1
@@ -179,8 +186,12 @@ class MeshConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             for key in part.__struct_fields__ if part is not None else ():
                 value = getattr(part, key)
                 least = 0 if (table, key) in WITHOUT else 1
-                if isinstance(value, int) and not isinstance(value, bool) and key != "orphan_grace_s" and value < least:
+                if isinstance(value, int) and not isinstance(value, bool) and not key.endswith("_s") and value < least:
                     raise self._wrong(f"{table}.{key}", f"{value} is too few; at least {least}")
+        if not self.hosts.notice_s > 0:
+            raise self._wrong("hosts.notice_s", f"{self.hosts.notice_s:g} is no time to hand over in; it must be above 0")
+        if self.hosts.notice and self.hosts.count > 1 and "{host}" not in self.hosts.notice:
+            raise self._wrong("hosts.notice", f"{self.hosts.notice!r} would speak of all {self.hosts.count} hosts at once; put {{host}} in it")
         if self.device == "cuda" and self.hosts.gpus == 0:
             raise self._wrong("hosts.gpus", "device is 'cuda', so say how many GPUs each host has")
         if self.device == "cpu" and self.hosts.gpus:
@@ -220,7 +231,7 @@ class MeshConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 put(role, 0, own.procs, own.threads)
             else:
                 found[role, 0] = found["trainer", 0]
-        for index in range(self.rollout.replicas):
+        for index in range(self.rollout.replicas + self.rollout.standby):
             put("rollout", index, self.rollout.tensor_parallel, self.rollout.threads)
             found["teacher", index] = found["rollout", index]
         if self.teacher is not None:

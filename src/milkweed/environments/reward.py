@@ -104,6 +104,8 @@ class Scorer:
         self._blobs: dict[str, bytes] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._lost: FleetError | None = None
+        self.on_lost: Callable[[Worker, FleetError], None] | None = None
+        """Where set, somebody brings a worker (`join`) for each that it is told of, and items wait for that."""
         self.calls = 0
         """Messages sent to workers."""
 
@@ -141,7 +143,7 @@ class Scorer:
         return await self._score(key, payload, label, deadline_s)
 
     async def _score(self, key: str, payload: bytes, label: str, deadline_s: float | None) -> Score:
-        if self._lost is not None or not self._lanes:
+        if self._lost is not None or not (self._lanes or self.on_lost):
             raise self._lost or FleetError("reward", "refused", "the mesh has no reward workers")
         item = Item(next(self._ids), key, payload, deadline_s or self.deadline_s)
         job = _Job(item, label, asyncio.get_running_loop().create_future(), 0)
@@ -154,6 +156,22 @@ class Scorer:
                 if lane.out.pop(item.id, None):
                     lane.cancelled.append(item.id)
             raise
+
+    def join(self, worker: Worker) -> None:
+        """A further worker."""
+        self._lanes.append(_Lane(worker))
+        self._schedule()
+
+    def lost(self, worker: Worker, error: FleetError) -> None:
+        """That worker is gone; what it had is scored elsewhere."""
+        for lane in [lane for lane in self._lanes if lane.worker is worker]:
+            self._lane_failed(lane, error)
+
+    def end(self, error: FleetError) -> None:
+        """No worker will come any more: whoever waits for one is told why."""
+        self._lost, self.on_lost = error, None
+        if not self._lanes:
+            self._fail_all(error)
 
     async def close(self) -> None:
         """Stop waiting; end the children that are ours. Replicas are stopped by their fleet."""
@@ -199,6 +217,9 @@ class Scorer:
             if not jobs:
                 return
             lanes = [lane for lane in self._lanes if getattr(lane.worker, "failure", None) is None]
+            if not lanes and self.on_lost is not None:
+                self._waiting += jobs  # `join` sends them
+                return
             shares: list[list[_Job]] = [[] for _ in lanes]
             for job in jobs:
                 if not lanes:
@@ -247,7 +268,7 @@ class Scorer:
         self._lanes.remove(lane)
         if not isinstance(error, FleetError):
             error = FleetError(lane.worker.name, "hung", "did not answer")
-        if not self._lanes:
+        if not self._lanes and self.on_lost is None:
             self._lost = error
         for job in lane.out.values():
             if job.future.done():
@@ -255,13 +276,15 @@ class Scorer:
             if job.sends >= RESENDS:
                 where = f" ({job.label})" if job.label else ""
                 job.future.set_exception(RewardError(f"reward was lost with {job.sends + 1} workers{where}: {error}"))
-            elif not self._lanes:
+            elif self._lost is not None:
                 job.future.set_exception(error)
             else:
                 self._waiting.append(job._replace(sends=job.sends + 1))
         lane.out.clear()
         if self._waiting:
             self._schedule()
+        if self.on_lost is not None:
+            self.on_lost(lane.worker, error)
 
     def _fail_all(self, error: FleetError) -> None:
         for job in [*self._waiting, *(j for lane in self._lanes for j in lane.out.values())]:

@@ -41,6 +41,8 @@ class Fleet:
         self.replicas: list[Replica] = []
         self._by_uid: dict[str, Replica] = {}
         self._count = 0
+        self._gone: list[Host] = []
+        self._renewing = asyncio.Lock()
         self._stopped = False
         self._ticker: asyncio.Task[None] | None = None
         self._log_lock = threading.Lock()
@@ -61,10 +63,7 @@ class Fleet:
             monarch_compat.hear_faults(fleet.heard)
             monarch_compat.open_context(fleet.tmp)
             for index in range(mesh.hosts.count):
-                host = Host(index, fleet.tmp, fleet.token, fleet.logs / f"host{index}.log")
-                host.on_exit, host.on_lost = fleet._process_gone, fleet._host_gone
-                fleet.hosts.append(host)
-                host.launch(fleet.environment())
+                fleet.hosts.append(fleet._launch(index))
             await asyncio.gather(*(h.attach(HOST_DEADLINE_S) for h in fleet.hosts))
         except BaseException:
             await fleet.stop()
@@ -96,9 +95,7 @@ class Fleet:
         if self._stopped:
             raise ConfigError("the fleet has been stopped; start another with Fleet.start")
         place = self.mesh.place(role, index)
-        where = self.hosts[place.host if host is None else host]
-        if where.lost:
-            raise PeerDied(f"{role}{index}", "lost", where.lost)
+        where = await self._living(f"{role}{index}", place.host if host is None else host, bound=host is not None or not place.cpu)
         self._count += 1
         uid = f"{role}{index}g{self._count}"
         replica = Replica(self, role, index, uid, where, self.logs / f"{role}{index}.log")
@@ -123,6 +120,28 @@ class Fleet:
             raise
         self.replicas.append(replica)
         return replica
+
+    def _launch(self, index: int) -> Host:
+        n = len(self._gone)
+        host = Host(index, self.tmp, self.token, self.logs / f"host{index}.log", address=f"h{index}-{n}" if n else f"h{index}")
+        host.on_exit, host.on_lost, host.on_stopped = self._process_gone, self._host_gone, self._process_stopped
+        host.launch(self.environment())
+        return host
+
+    async def _living(self, name: str, index: int, *, bound: bool) -> Host:
+        """That host, or where it is about to be taken away another; one that was lost is brought up anew first. Raises as
+        `Host.attach`, and PeerDied (lost) where there is none."""
+        async with self._renewing:
+            hosts = [self.hosts[index], *(h for h in self.hosts if not bound and not h.lost)]
+            host = next((h for h in hosts if not h.leaving), None)
+            if host is None:
+                raise PeerDied(name, "lost", f"{self.hosts[index].name} is about to be taken away, and there is no other host for it")
+            index = host.index
+            if host.lost and not self._stopped:
+                self._gone.append(host)
+                self.hosts[index] = host = self._launch(index)
+                await host.attach(HOST_DEADLINE_S)
+            return host
 
     async def _bring_up(
         self,
@@ -168,7 +187,7 @@ class Fleet:
         for replica in list(self._by_uid.values()):
             replica.fail(PeerDied(replica.name, "died", "the fleet was stopped"))
             replica.stopped = True
-        await asyncio.gather(*(asyncio.to_thread(h.stop) for h in self.hosts))
+        await asyncio.gather(*(asyncio.to_thread(h.stop) for h in [*self.hosts, *self._gone]))
         self._by_uid.clear()
         self.replicas.clear()
         monarch_compat.hear_faults(self.heard, on=False)
@@ -214,6 +233,12 @@ class Fleet:
             rank = replica.pids.index(pid)
             replica.fail(replica.died(f"process {pid} (rank {rank}) ended {how}".rstrip()))
             # its other ranks wait for this one, its children for nobody: none may hold memory or a GPU until `stop`
+            replica.host.kill_soon(uid)
+
+    def _process_stopped(self, uid: str, pid: int) -> None:
+        replica = self._by_uid.get(uid)
+        if replica is not None:
+            replica.fail(DeadlineExceeded(replica.name, "hung", f"its process {pid} was stopped by a signal, and not continued"))
             replica.host.kill_soon(uid)
 
     def _host_gone(self, host: Host, why: str) -> None:

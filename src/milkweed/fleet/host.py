@@ -26,12 +26,16 @@ class Host:
     is busy.
     """
 
-    def __init__(self, index: int, folder: Path, token: str, log: Path) -> None:
+    def __init__(self, index: int, folder: Path, token: str, log: Path, *, address: str) -> None:
         self.index, self.folder, self.token, self.log = index, folder, token, log
         self.name = f"host{index}"
+        self.address = f"ipc://{folder}/{address}"
         self.mesh: Any = None
         self.lost: str | None = None
+        self.leaving = False
+        """It is about to be taken away: nothing new is put on it."""
         self.on_exit: Callable[[str, int, str], None] = lambda name, pid, how: None
+        self.on_stopped: Callable[[str, int], None] = lambda name, pid: None
         self.on_lost: Callable[[Host, str], None] = lambda host, why: None
         self.stopping = False
         self._ended = threading.Event()
@@ -41,10 +45,9 @@ class Host:
 
     def launch(self, environment: Mapping[str, str]) -> None:
         """Start the keeper, and under it the worker."""
-        address = f"ipc://{self.folder}/h{self.index}"
         me = processes.me()
         owner = [str(me["pid"]), str(me["started"])]
-        worker = [sys.executable, "-P", "-c", SERVE, address]
+        worker = [sys.executable, "-P", "-c", SERVE, self.address]
         with self.log.open("ab") as log:
             self._keeper = subprocess.Popen(
                 # -S -E: no site packages, no PYTHON* variables: nothing that a user's set-up could break
@@ -55,7 +58,6 @@ class Host:
                 env=dict(environment) | {processes.HOST_VAR: self.name},
                 start_new_session=True,  # the terminal's Ctrl-C is for the controller
             )
-        self.address = address
         threading.Thread(target=self._listen, name=f"milkweed-{self.name}", daemon=True).start()
 
     async def attach(self, deadline_s: float) -> None:
@@ -127,6 +129,8 @@ class Host:
             event = json.loads(line)
             if "exit" in event:
                 self.on_exit(event["exit"], event["pid"], event["how"])
+            elif "stopped" in event:
+                self.on_stopped(event["stopped"], event["pid"])
             elif "killed" in event:
                 self._killed.setdefault(event["killed"], threading.Event()).set()
             elif "host_exit" in event:

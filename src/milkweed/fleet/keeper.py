@@ -7,7 +7,7 @@ watches the controller's process as well (a fork of the controller may hold the 
 told to stop, it kills all descendants, removes what they left in /dev/shm and the folder, and exits.
 
 Lines of JSON come in: `{"watch": name, "pids": []}`, `{"kill": name}`, `{"stop": true}`; and go out: `{"up": pid}`,
-`{"exit": name, "pid": n, "how": words}`, `{"killed": name, "count": n}`, `{"host_exit": how}`, `{"bye": true}`.
+`{"exit": name, "pid": n, "how": words}`, `{"stopped": name, "pid": n}` (for STOPPED_S already), `{"killed": name, "count": n}`, `{"host_exit": how}`, `{"bye": true}`.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import processes  # noqa: E402  (loaded by path: the package must not be importe
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 LOOK_EVERY_S = 1.0
 KILL_WITHIN_S = 4.0
+STOPPED_S = 4.0
 
 
 def prctl(option: int, value: int) -> None:
@@ -45,6 +46,7 @@ class Keeper:
         self.watched: dict[int, tuple[str, int]] = {}  # pidfd -> (replica, pid)
         self.condemned: set[str] = set()  # replicas told to die: their late-comers die too
         self.written: object = None
+        self.stopped: dict[int, float] = {}  # process -> since when it has been stopped; inf once that is said
         self.inbox = b""
         self.poll = select.poll()
         prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -143,6 +145,12 @@ class Keeper:
         members = self.family.look()
         known = sorted((pid, m[0]) for pid, m in members.items())
         processes.kill(pid for pid, (_, owner) in members.items() if owner in self.condemned)
+        now = time.monotonic()
+        self.stopped = {pid: self.stopped.get(pid, now) for pid in self.family.stopped}
+        for pid, since in self.stopped.items():
+            if now - since > STOPPED_S and members[pid][1]:
+                self.stopped[pid] = float("inf")
+                self.say(stopped=members[pid][1], pid=pid)
         if known != self.written:
             processes.note(self.folder / f"known-{self.host}.json", known)
             self.written = known

@@ -115,6 +115,8 @@ class Family:
 
     def __init__(self, root: int, token: str) -> None:
         self.root, self.token = root, token
+        self.stopped: set[int] = set()
+        """Members that a signal has stopped (not those that a debugger holds), at the last look."""
         self.members: dict[int, tuple[int, str]] = {}
         """pid -> (started, owner)"""
 
@@ -130,6 +132,7 @@ class Family:
                 owner = environment(p.pid).get(REPLICA_VAR) or (members[p.parent][1] if p.parent in members else "")
                 members[p.pid] = (p.started, owner)
         self.members = members
+        self.stopped = {pid for pid in members if pid in table and table[pid].state == "T"}
         return members
 
     def of(self, owner: str) -> list[int]:

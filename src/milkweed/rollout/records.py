@@ -93,12 +93,16 @@ class Engine:
         self.dead: FleetError | None = None
         self.stale: str | None = None
         """Why it gets no samples although it lives: its last commit failed."""
+        self.standby = False
+        """It gets every version, and samples only once another has failed."""
+        self.leaving = False
+        """It finishes what it has and gets no more."""
         self.busy_at_start = 0.0
         self.collector: asyncio.Task[None] | None = None
 
     @property
     def usable(self) -> bool:
-        return self.dead is None and self.stale is None
+        return self.dead is None and self.stale is None and not self.standby and not self.leaving
 
 
 class ByLoad:
@@ -109,16 +113,18 @@ class ByLoad:
         self._engines = list(engines)
         self._heap: list[tuple[int, int]] = []
         self._place = {id(e): n for n, e in enumerate(self._engines)}
-        self._rebuild()
+        self.rebuild()
 
-    def _rebuild(self) -> None:
+    def rebuild(self) -> None:
         self._heap = [(len(e.pending), n) for n, e in enumerate(self._engines) if e.usable]
         heapq.heapify(self._heap)
 
     def changed(self, engine: Engine) -> None:
+        if id(engine) not in self._place:
+            return  # it has left
         heapq.heappush(self._heap, (len(engine.pending), self._place[id(engine)]))
         if len(self._heap) > 8 * len(self._engines) + 64:
-            self._rebuild()
+            self.rebuild()
 
     def least(self) -> Engine | None:
         """None where no engine is usable."""

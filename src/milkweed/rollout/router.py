@@ -6,62 +6,60 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from milkweed.errors import DataError, DeadlineExceeded, FleetError, PeerDied, TransferError
+from milkweed.errors import ConfigError, DataError, DeadlineExceeded, FleetError, PeerDied
+from milkweed.rollout.crew import Crew
 from milkweed.rollout.protocol import (
     Collected,
-    CommitReport,
     EngineReply,
     EngineRequest,
     EngineStats,
     SampleError,
     decode_collected,
-    decode_report,
     encode,
 )
-from milkweed.rollout.records import (
-    ByLoad,
-    Deadlines,
-    Engine,
-    EngineReplica,
-    Pending,
-    UpdateReport,
-    as_fleet_error,
-    completion,
-)
-from milkweed.transfer.manifest import Staged
+from milkweed.rollout.records import Deadlines, Engine, EngineReplica, Pending, as_fleet_error, completion
+from milkweed.rollout.updates import SILENT_S, Updates
 from milkweed.types import Completion, PolicyVersion, Sampling
 
 if TYPE_CHECKING:
     from milkweed.fleet import Fleet
+    from milkweed.rollout.launch import Launcher
 
 POLL_S = 5.0
 """How long an engine holds a call to `collect` that has nothing to answer; with it the engine is heard of."""
-SILENT_S = 20.0
-"""How much longer until an engine that does not answer counts as hung."""
 LINGER_S = 0.02
 """How long an engine gathers further replies for one message. The last ones of a burst never wait."""
 RESENDS = 2
 """Engines that may die under a request before it is given up, lest one request take all of them down."""
 
 
-class Router:
+class Router(Updates):
     """Samples from all engines as from one.
 
     Each sample goes to its session's engine, else to the one with the fewest samples in flight; at most `max_in_flight`
     are given to an engine, the rest wait here in order. Samples asked for in one turn of the event loop travel in one
-    message. Make it with `spawn`, or from started engines with `Router(replicas, stats)`.
+    message. Make it with `spawn`, or from started engines with `Router(replicas, stats)`; the last `standby` of them get
+    no samples until another fails.
+
+    With `on_lost` set somebody brings new engines (`join`): samples then wait for these where no engine serves, until
+    `end` says that none will come.
     """
 
     def __init__(
-        self, replicas: Sequence[EngineReplica], stats: Sequence[EngineStats], *, max_in_flight: int = 256
+        self, replicas: Sequence[EngineReplica], stats: Sequence[EngineStats], *, max_in_flight: int = 256, standby: int = 0
     ) -> None:
-        if not replicas:
-            raise ValueError("a router needs at least one engine")
-        self._engines = [Engine(r, s) for r, s in zip(replicas, stats, strict=True)]
-        self._by_load = ByLoad(self._engines)
+        if len(replicas) <= standby:
+            raise ValueError("a router needs at least one engine that serves")
+        self.crew = Crew(replicas, stats, len(replicas) - standby)
+        self.on_lost: Callable[[EngineReplica, FleetError], None] | None = None
+        """Told of every engine that failed, once."""
+        self.launcher: Launcher | None = None
+        """Where further engines come from."""
+        self.scaling: Callable[..., Awaitable[None]] | None = None
+        self._ended: FleetError | None = None
         self.max_in_flight = max_in_flight
         self.version = min(s.version for s in stats)
         """The newest version that any engine serves; engines that missed it get no samples."""
@@ -73,7 +71,7 @@ class Router:
         self._deadlines = Deadlines(lambda p: p.future.done() or p.future.set_exception(TimeoutError()))
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closed = False
-        for engine in self._engines:
+        for engine in self.crew:
             engine.collector = asyncio.create_task(self._collect(engine), name=f"replies of {engine.replica.name}")
 
     @classmethod
@@ -90,10 +88,61 @@ class Router:
     ) -> Router:
         """Starts the fleet's engines of `role` (rollout, teacher) on the Hugging Face folder `model`, at `version`.
         Raises FleetError (an engine did not come up), ConfigError or DataError; what had started is stopped then."""
-        from milkweed.rollout.launch import launch_engines
+        from milkweed.rollout.launch import Launcher
 
-        up = await launch_engines(fleet, model, role=role, version=version, dtype=dtype, deadline_s=deadline_s)
-        return cls([r for r, _ in up], [s for _, s in up], max_in_flight=max_in_flight)
+        launcher = Launcher(fleet, model, role=role, version=version, dtype=dtype, deadline_s=deadline_s)
+        up = await launcher.all()
+        standby = fleet.mesh.engines(role).standby
+        router = cls([r for r, _ in up], [s for _, s in up], max_in_flight=max_in_flight, standby=standby)
+        router.launcher = launcher
+        return router
+
+    # ---- engines come and go
+
+    async def scale(self, engines: int, *, within_s: float = 30.0) -> None:
+        """Let `engines` engines serve, while samples go on. Those to come serve once they have the weights; those that
+        leave finish what they have within `within_s` seconds, and what is left then is begun again elsewhere. Raises
+        ConfigError or what kept a new one from serving."""
+        if self.scaling is None:
+            raise ConfigError("rollout.scale: these engines were started one by one; only a mesh that is up has a supervisor to start others")
+        await self.scaling(engines, within_s=within_s)
+
+    async def leave(self, name: str, *, within_s: float) -> None:
+        """An engine finishes what it has, for `within_s` at most; what is left then goes to others. Then it ends."""
+        engine = self.crew.find(name)
+        if engine is None:
+            return
+        engine.leaving = True
+        self._hand_over(engine, [p for p in engine.pending.values() if p.request in engine.outbox])
+        end = asyncio.get_running_loop().time() + within_s
+        while engine.pending and engine.dead is None and asyncio.get_running_loop().time() < end:
+            await asyncio.sleep(0.05)
+        self._hand_over(engine, list(engine.pending.values()))
+        self._lose(engine, FleetError(name, "refused", "it was taken out of service"))
+        if engine in self.crew.engines:  # else another of its name has come already
+            self.crew.remove(engine)
+        await engine.replica.stop()
+
+    def _hand_over(self, engine: Engine, some: Sequence[Pending]) -> None:
+        """To other engines, which is no failure of this one."""
+        for p in some:
+            if p.request in engine.outbox:
+                engine.outbox.remove(p.request)
+            del engine.pending[p.request.id]
+            p.engine = None
+            self._place(p)
+
+    def end(self, error: FleetError) -> None:
+        """No engine will come any more: whoever waits for one is told why."""
+        self._ended = error
+        waiting, self._waiting = self._waiting, deque()
+        for p in waiting:
+            self._place(p)
+
+    @property
+    def expects(self) -> bool:
+        """Whether somebody brings engines for those that fail."""
+        return self.on_lost is not None and self._ended is None and not self._closed
 
     # ---- samples
 
@@ -156,9 +205,12 @@ class Router:
             return
         engine = self._sessions.get(p.session) if p.session is not None else None
         if engine is None or not engine.usable or len(engine.pending) >= self.max_in_flight:
-            engine = self._by_load.least()
+            engine = self.crew.by_load.least()
+            if engine is None and self.expects:
+                self._waiting.append(p)
+                return
             if engine is None:
-                p.future.set_exception(self._nobody())
+                p.future.set_exception(self._ended or self._nobody())
                 return
         if len(engine.pending) >= self.max_in_flight:
             self._waiting.append(p)
@@ -170,7 +222,7 @@ class Router:
                 self._sessions.popitem(last=False)
         p.engine = engine
         engine.pending[p.request.id] = p
-        self._by_load.changed(engine)
+        self.crew.by_load.changed(engine)
         engine.outbox.append(p.request)
         if len(engine.outbox) == 1:
             self._spawn(self._send(engine))
@@ -182,7 +234,7 @@ class Router:
             if p in self._waiting:
                 self._waiting.remove(p)
         elif engine.pending.pop(p.request.id, None) is not None:
-            self._by_load.changed(engine)
+            self.crew.by_load.changed(engine)
             if p.request in engine.outbox:
                 engine.outbox.remove(p.request)
             elif engine.dead is None:
@@ -193,7 +245,7 @@ class Router:
 
     def _fill(self) -> None:
         while self._waiting:
-            engine = self._by_load.least()
+            engine = self.crew.by_load.least()
             if engine is None or len(engine.pending) >= self.max_in_flight:
                 return
             self._place(self._waiting.popleft())
@@ -237,7 +289,7 @@ class Router:
                 again.append(p)
             else:
                 p.future.set_result(reply)
-        self._by_load.changed(engine)
+        self.crew.by_load.changed(engine)
         if stats.state == "dead":
             self._lose(engine, PeerDied(engine.replica.name, "died", stats.cause), again)
             return
@@ -252,16 +304,19 @@ class Router:
         if engine.dead is not None:
             return
         engine.dead = error
+        self.crew.muster()
         engine.outbox, engine.aborts = [], []
         lost, engine.pending = [*more, *engine.pending.values()], {}
         for p in lost:
             self._resend(p, str(error))
-        if not any(e.usable for e in self._engines):
+        if not self.expects and not any(e.usable for e in self.crew):
             waiting, self._waiting = self._waiting, deque()
             for p in waiting:
                 self._place(p)
         if not self._closed:
             self._spawn(engine.replica.stop())
+            if self.on_lost is not None and not engine.leaving:
+                self.on_lost(engine.replica, error)
 
     def _resend(self, p: Pending, cause: str) -> None:
         if p.engine is not None:
@@ -276,7 +331,7 @@ class Router:
             self._place(p)
 
     def _nobody(self) -> FleetError:
-        causes = "; ".join(str(e.dead) if e.dead else f"{e.replica.name}: {e.stale}" for e in self._engines)
+        causes = "; ".join(str(e.dead) if e.dead else f"{e.replica.name}: {e.stale}" for e in self.crew)
         return FleetError("rollout", "refused", f"no engine can sample: {causes}")
 
     def _spawn(self, work: Any) -> None:
@@ -284,108 +339,53 @@ class Router:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    # ---- weights
-
-    async def update_weights(
-        self, staged: dict[str, Staged], version: PolicyVersion, *, deadline_s: float = 60.0
-    ) -> UpdateReport:
-        """Commits `version`, staged on each host by name, on all engines at once.
-
-        An engine that fails gets no samples until a later commit succeeds; the others go on. Raises TransferError
-        when no engine took it.
-        """
-        living = [e for e in self._engines if e.dead is None]
-        reports = await asyncio.gather(*(self._commit(e, staged.get(e.replica.host.name), deadline_s) for e in living))
-        report = UpdateReport(version, {e.replica.name: r for e, r in zip(living, reports, strict=True)})
-        if not any(r.ok for r in reports):
-            causes = "; ".join(f"{name}: {why}" for name, why in report.failed.items()) or str(self._nobody())
-            raise TransferError(f"no engine took version {version}: {causes}")
-        self.version = version
-        self._fill()
-        return report
-
-    async def _commit(self, engine: Engine, staged: Staged | None, deadline_s: float) -> CommitReport:
-        name = engine.replica.name
-        if staged is None:
-            message = f"nothing was staged on its host {engine.replica.host.name}"
-            report = CommitReport(ok=False, state=engine.stats.state, version=engine.stats.version, message=message)
-        else:
-            try:
-                within = deadline_s + SILENT_S
-                report = decode_report(
-                    await engine.replica.call_one("commit", encode(staged), deadline_s, deadline_s=within)
-                )
-            except Exception as e:
-                # what it serves now is unknown, so it must not serve
-                self._lose(engine, as_fleet_error(engine, e))
-                return CommitReport(ok=False, state="dead", version=engine.stats.version, message=str(e))
-        engine.stats.version, engine.stats.state = report.version, report.state
-        if report.ok:
-            engine.stale = None
-            self._by_load.changed(engine)
-        elif report.state == "dead":
-            self._lose(engine, PeerDied(name, "died", report.message))
-        else:
-            engine.stale = report.message
-        return report
-
-    async def checksums(self, *, deadline_s: float = 60.0) -> dict[str, dict[str, str]]:
-        """SGLang's checksum of the live parameters, by engine and rank."""
-        living = [e for e in self._engines if e.dead is None]
-        sums = await asyncio.gather(*(e.replica.call_one("checksum", deadline_s=deadline_s) for e in living))
-        return {e.replica.name: s for e, s in zip(living, sums, strict=True)}
-
     # ---- looking
 
     def versions(self) -> dict[str, PolicyVersion]:
         """What each living engine serves."""
-        return {e.replica.name: e.stats.version for e in self._engines if e.dead is None}
+        return {e.replica.name: e.stats.version for e in self.crew.living}
 
     def stats(self) -> dict[str, EngineStats]:
         """The last each engine said of itself, the dead ones too."""
-        return {e.replica.name: e.stats for e in self._engines}
+        return {e.replica.name: e.stats for e in self.crew}
 
     @property
     def load(self) -> dict[str, int]:
         """Samples in flight on each engine, and those that wait here under ""."""
-        return {e.replica.name: len(e.pending) for e in self._engines} | {"": len(self._waiting)}
+        return {e.replica.name: len(e.pending) for e in self.crew} | {"": len(self._waiting)}
 
     @property
     def tokens(self) -> int:
         """Tokens sampled by all engines since they started."""
-        return sum(e.stats.tokens for e in self._engines)
+        return self.crew.tokens
 
     @property
     def busy_s(self) -> float:
         """Seconds that sampling has taken, measured inside the engines: of each stretch in which samples were in
         flight, the time of the engine that was busy longest."""
-        return self._busy_s + (self._stretch() if self._in_flight else 0.0)
+        return self._busy_s + (self.crew.stretch_s() if self._in_flight else 0.0)
 
     @property
     def idle_at(self) -> float:
         """When the last request of any engine ended, measured there (Unix time)."""
-        return max((e.stats.idle_at for e in self._engines), default=0.0)
-
-    def _stretch(self) -> float:
-        return max((e.stats.busy_s - e.busy_at_start for e in self._engines), default=0.0)
+        return max((e.stats.idle_at for e in self.crew), default=0.0)
 
     def _enter(self) -> None:
         if self._in_flight == 0:
-            for e in self._engines:
-                e.busy_at_start = e.stats.busy_s
+            self.crew.begin_stretch()
         self._in_flight += 1
 
     def _leave(self) -> None:
         self._in_flight -= 1
         if self._in_flight == 0:
-            self._busy_s += self._stretch()
+            self._busy_s += self.crew.stretch_s()
 
     async def close(self, *, deadline_s: float = 15.0) -> None:
         """Ends the engines. Samples in flight get a FleetError. May be called twice."""
         if self._closed:
             return
         self._closed = True
-        living = [e for e in self._engines if e.dead is None]
+        living = self.crew.living
         for engine in living:
             if engine.collector is not None:
                 engine.collector.cancel()

@@ -62,6 +62,8 @@ class Flow:
     def __init__(self, config: RunConfig, folder: Path, mesh: Mesh, say: Callable[[str], None], *, threaded: bool = True) -> None:
         self.config, self.mesh, self.say = config, mesh, say
         self.ledger = Ledger(folder / "ledger", threaded=threaded, keep_steps=config.keep_tokens_steps or None)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.ledger.on_full = self._full
         self.resumed: Resumed | None = None
         self.update: dict[str, float] = {}
         """What the last finished publishing took."""
@@ -72,6 +74,12 @@ class Flow:
         self._evaluation: asyncio.Task[Any] | None = None
         self._numbers = itertools.count(1)
         self._listed: list[tuple[int, int, int, int]] = []
+
+    def _full(self, full: str) -> None:
+        """In the ledger's thread."""
+        text = f"the disk is full, and the run waits until it has room: {full}" if full else "the disk has room again: the run goes on"
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self.say, text)
 
     @property
     def behind(self) -> bool:
@@ -119,6 +127,7 @@ class Flow:
     ) -> list[Group]:
         """The next batch of `groups` groups from `stream`; the first call says what is made ahead from then on."""
         assert self.mesh.rollout is not None
+        self._loop = asyncio.get_running_loop()
         generator = self._generators.get(name)
         if generator is None:
             generator = self._generators[name] = self._start(env, stream, name, groups, samples, sampling, keep)
@@ -233,7 +242,7 @@ class Flow:
         and what is returned is the last that ended. A failure is raised by the next call."""
         if not self.behind:
             update = await self.mesh.publish()
-            self._serve()
+            self.served()
             return update
         await self.delivered()
         offered = asyncio.Event()
@@ -248,7 +257,7 @@ class Flow:
                 await asyncio.wait([self._evaluation])
             self.update = await self.mesh.publish(offered.set)
             self._lost_updates = 0
-            self._serve()
+            self.served()
         except MilkweedError as error:
             self._lost_updates += 1
             if isinstance(error, TransferError) and self._lost_updates < 2:
@@ -266,7 +275,8 @@ class Flow:
         if delivery is not None:
             await delivery
 
-    def _serve(self) -> None:
+    def served(self) -> None:
+        """The engines serve another version now."""
         assert self.mesh.rollout is not None
         for generator in self._generators.values():
             generator.serve(self.mesh.rollout.version)

@@ -13,6 +13,7 @@ from milkweed.config import MeshConfig, load_mesh
 from milkweed.errors import ConfigError, DataError
 from milkweed.fleet import Fleet, Replica
 from milkweed.fleet.memory import freeze, thaw
+from milkweed.fleet.supervision import Event
 from milkweed.runs.sampling import first_leaf
 from milkweed.runs.weights import WeightPlane
 from milkweed.training.model import VALUE_HEAD, Head, has_value_head
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from milkweed.environments import Scorer
     from milkweed.environments.workers import EnvironmentWorkers
     from milkweed.rollout import Router, Teacher
+    from milkweed.runs.upkeep import Upkeep
     from milkweed.training import Trainer, TrainerConfig
 
 T = TypeVar("T")
@@ -188,6 +190,7 @@ async def up(
     except BaseException as error:
         await whole(live.down())
         raise (first_leaf(error) if isinstance(error, BaseExceptionGroup) else error) from None
+    live.supervise()
     freeze()
     return live
 
@@ -208,6 +211,10 @@ class Mesh:
         self.environment: EnvironmentWorkers | None = None
         self.pullers: list[Replica] = []
         self.weights: WeightPlane | None = None
+        self.upkeep: Upkeep | None = None
+        self.on_fault: Callable[[Event], None] = lambda event: None
+        """Hears of what failed and what came in its place."""
+        self.faults: list[Event] = []
         self.update_deadline_s = 120.0
 
     async def publish(self, offered: Callable[[], None] = lambda: None) -> dict[str, float]:
@@ -222,11 +229,29 @@ class Mesh:
         return await whole(self._publish(offered))
 
     async def _publish(self, offered: Callable[[], None]) -> dict[str, float]:
-        assert self.trainer is not None and self.rollout is not None
-        if self.weights is None:
-            engines = lambda: [r for r in self.fleet.replicas if r.role == "rollout"]  # noqa: E731
-            self.weights = WeightPlane(self.trainer, self.rollout, self.pullers, engines, self.config.transfer)
+        assert self.weights is not None
         return await self.weights.update(offered, self.update_deadline_s)
+
+    def supervise(self) -> None:
+        """From here on what fails is replaced. `up` calls it once everything serves."""
+        from milkweed.runs.upkeep import Upkeep
+
+        for policy in (self.trainer, self.reference, self.critic, self.reward_model):
+            if policy is not None and policy.history is not None:
+                policy.history.note = self._fault
+        router = self.rollout
+        if router is None:
+            return
+        if self.trainer is not None:
+            engines = lambda: [e.replica for e in router.crew.living]  # noqa: E731
+            self.weights = WeightPlane(self.trainer, router, self.pullers, engines, self.config.transfer)  # type: ignore[arg-type]
+        self.upkeep = Upkeep(
+            self.fleet, router, self.pullers, self.weights, self.reward, note=self._fault, deadline_s=self.update_deadline_s
+        )
+
+    def _fault(self, event: Event) -> None:
+        self.faults.append(event)
+        self.on_fault(event)
 
     @property
     def version(self) -> PolicyVersion:
@@ -236,7 +261,7 @@ class Mesh:
 
     async def down(self) -> None:
         """End every process of the mesh and give back what it held. Safe to call twice."""
-        for part in (self.weights, self.environment, self.rollout, self.teacher, self.reward):
+        for part in (self.upkeep, self.weights, self.environment, self.rollout, self.teacher, self.reward):
             if part is not None:
                 await part.close()
         await self.fleet.stop()

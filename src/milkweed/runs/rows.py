@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from milkweed.errors import DataError
+from milkweed.fleet.supervision import Event
 from milkweed.observe.metrics import MetricsLog
 from milkweed.observe.samples import SampleLog
 from milkweed.observe.view import View
@@ -22,8 +25,22 @@ class Rows:
     def __init__(self, config: RunConfig, folder: Path, view: View, *, resumed_at: int | None, record: dict[str, Any]) -> None:
         self.view = view
         self._metrics = MetricsLog(folder, resumed_at=resumed_at, wandb=config.wandb, config=record)
+        self._faults = folder / "faults.jsonl"
         self._samples = SampleLog(folder, per_step=config.samples_logged, resumed_at=resumed_at)
         self._step: dict[str, Any] = {}
+
+    def fault(self, step: int, event: Event) -> None:
+        """Says a fault, or what came of it, and appends it to faults.jsonl."""
+        text = {
+            "failed": f"{event.replica} failed ({event.kind}): {event.cause}",
+            "waiting": f"{event.replica} waits for a host: {event.cause}",
+            "replaced": f"{event.replica} serves again after {event.after_s:.1f} s",
+            "given up": f"{event.replica} is given up ({event.kind}): {event.cause}",
+        }
+        self.view.say(text[event.what])
+        row = {"step": step, "at": time.time(), **msgspec.to_builtins(event)}
+        with self._faults.open("ab") as file:
+            file.write(msgspec.json.encode(row) + b"\n")
 
     def sampled(self, step: int, groups: list[Group], began: float, generate: float, reward: float, more: dict[str, float]) -> None:
         """Begins the row of `step`, whose groups were asked for at `began` (monotonic) and took the engines `generate`

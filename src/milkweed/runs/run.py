@@ -336,8 +336,11 @@ class Run:
         path = self.directory.path
         self._trained = TrainedLogprobs(path, self.config.keep_tokens_steps)
         self._rows = Rows(self.config, path, self.view, resumed_at=resumed_at, record=self.directory.record.config)
+        self.mesh.on_fault = lambda event: self._rows.fault(self.step, event)
         if self.mesh.trainer is not None:
             self._flow = Flow(self.config, path, self.mesh, self.view.say)
+            if self.mesh.weights is not None:
+                self.mesh.weights.served = self._flow.served
             self._flow.resume(self.mesh.version, same=not self.directory.changed)
             self._flow.describe([self.mesh.trainer, self.mesh.critic])
         if self.mesh.rollout is not None and self.mesh.trainer is not None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from milkweed.config.mesh import TransferConfig
-from milkweed.errors import FleetError, MilkweedError, TransferError
+from milkweed.errors import FleetError, MilkweedError, RemoteError, TransferError
 from milkweed.transfer.manifest import Grant, Manifest, Staged
 from milkweed.transfer.plan import EngineLayout, check_complete
 from milkweed.types import PolicyVersion
@@ -25,11 +25,14 @@ from milkweed.types import PolicyVersion
 if TYPE_CHECKING:
     from milkweed.fleet import Replica
     from milkweed.rollout import Router
+    from milkweed.rollout.protocol import EngineStats
     from milkweed.rollout.records import UpdateReport
     from milkweed.training import Trainer
 
 Way = Literal["shm", "nixl", "message", "relay"]
 GRACE_S = 10.0
+NEWCOMERS = "engines to come"
+"""Holds the version that is served in each host's shared memory, so that a new engine gets it at once."""
 FLOOR_GB_S = 0.2
 _log = logging.getLogger(__name__)
 
@@ -65,6 +68,9 @@ class WeightPlane:
         self._planned = False
         self._warned: set[str] = set()
         self._settling: asyncio.Task[None] | None = None
+        self._turn = asyncio.Lock()
+        self.served: Callable[[], None] = lambda: None
+        """Called when a new engine made a version served outside an update."""
         self.report: UpdateReport | None = None
         """What the engines said of the last update."""
 
@@ -80,15 +86,15 @@ class WeightPlane:
     async def plan(self, deadline_s: float) -> None:
         """Ask the engines for their layout, let the trainer plan for it, find the way to each host. Done once; later
         calls only introduce engines that are new. Raises FleetError where the trainer or a puller is gone."""
-        fresh = [r for r in self._engines() if r.failure is None and r.name not in self._known]
+        fresh = [r for r in self._engines() if r.failure is None and r.uid not in self._known]
         raws = await asyncio.gather(*(self._ask(r, deadline_s) for r in fresh))
         for replica, raw in zip(fresh, raws, strict=True):
             if isinstance(raw, bytes):
                 layout = msgspec.msgpack.decode(raw, type=EngineLayout)
-                self._known[replica.name] = layout.digest()
+                self._known[replica.uid] = layout.digest()
                 self._layout = self._layout or layout
             else:
-                self._known[replica.name] = ""
+                self._known[replica.uid] = ""
                 self._say(f"{replica.name} takes whole tensors: {raw}")
         if self._planned:
             return
@@ -145,13 +151,23 @@ class WeightPlane:
     # ---- one update
 
     async def update(self, offered: Callable[[], None], deadline_s: float) -> dict[str, float]:
-        """Give every engine the trainer's present weights. `offered` is called as soon as the trainer may go on.
+        """Give every engine the trainer's present weights. `offered` is called as soon as the trainer may go on. One that
+        comes meanwhile gets them after.
 
         Returns the seconds of each part, of the whole until the engines served (`update`), and `bytes`, `moved`.
         Raises TransferError where no engine got them; one that failed alone serves nothing until a later update.
         """
-        await self.settled()
-        await self.plan(deadline_s)
+        async with self._turn:
+            return await self._update(offered, deadline_s)
+
+    async def _update(self, offered: Callable[[], None], deadline_s: float) -> dict[str, float]:
+        try:
+            await self.settled()
+            await self._pullers(deadline_s)
+            await self.plan(deadline_s)
+        except BaseException:
+            offered()
+            raise
         began = time.perf_counter()
         releases: list[asyncio.Future[None]] = []
         failures: list[str] = []
@@ -212,7 +228,7 @@ class WeightPlane:
         except BaseException:
             for host in ready:  # nobody knows who still writes
                 host.grant = None
-                await host.puller.call_one("revoke", deadline_s=deadline_s)
+                await self._try(host, "revoke", deadline_s=deadline_s)
             raise
         for host, grant in zip(ready, grants, strict=True):
             host.grant = None
@@ -220,7 +236,7 @@ class WeightPlane:
                 version=version, path=grant.path, offset=grant.offset, nbytes=grant.nbytes, digest=0, tensors=[],
                 layout=self._digest, dtype=self.config.dtype, stamp=grant.stamp,
             )  # fmt: skip
-            after.append(host.puller.call_one("stage", done, self._engines_of(host), deadline_s=deadline_s))
+            after.append(self._try(host, "stage", done, self._engines_of(host), deadline_s=deadline_s))
         return version, nbytes
 
     async def _offer(self, readers: list[str]) -> Manifest:
@@ -299,14 +315,67 @@ class WeightPlane:
     async def _hold_what_is_served(self, deadline_s: float) -> None:
         """Each engine keeps its hold on the version it serves, to roll back to, and on no other; the free slot is
         granted for the next version already, off the way of it."""
-        served = self.rollout.versions()
+        served = {**self.rollout.versions(), NEWCOMERS: self.rollout.version}
         living = [h for h in self.hosts if h.puller.failure is None]
-        await asyncio.gather(*(h.puller.call_one("keep_only", served, deadline_s=deadline_s) for h in living))
+        await asyncio.gather(*(self._try(h, "keep_only", served, deadline_s=deadline_s) for h in living))
         open_ = [h for h in living if h.way == "shm" and h.grant is None and self._digest]
         await asyncio.gather(*(self._grant(h, deadline_s) for h in open_))
 
     def _engines_of(self, host: _Host) -> list[str]:
-        return [r.name for r in self._engines() if r.host is host.puller.host]
+        return [NEWCOMERS, *(r.name for r in self._engines() if r.host is host.puller.host)]
+
+    async def _try(self, host: _Host, endpoint: str, *args: Any, deadline_s: float) -> None:
+        """Call the host's puller; where that fails the puller is at fault, not the version: its supervisor mends it."""
+        try:
+            await host.puller.call_one(endpoint, *args, deadline_s=deadline_s)
+        except FleetError as error:
+            self._say(f"{host.name}: {error}")
+
+    # ---- what is new
+
+    async def welcome(self, replica: Replica, stats: EngineStats, deadline_s: float) -> None:
+        """Bring a new engine to the version that is served, and let it serve. Raises FleetError or TransferError where
+        it did not get there."""
+        async with self._turn:
+            await self.settled()
+            self.rollout.admit(replica, stats)
+            if stats.version == self.rollout.version:
+                await self.rollout.join(replica.name, None, deadline_s=deadline_s)
+                return
+            await self.plan(deadline_s)
+            if self._digest and self._known.get(replica.uid) != self._digest:
+                raise TransferError(f"{replica.name} lays its parameters out in another way than the engines before it")
+            staged = None
+            host = next((h for h in self.hosts if h.puller.host is replica.host and h.puller.failure is None), None)
+            if host is not None:
+                try:
+                    staged = await host.puller.call_one("hold", replica.name, self.rollout.version, deadline_s=deadline_s)
+                except RemoteError:
+                    pass  # no longer there: it is sent once more
+            if staged is None:
+                await self._update(lambda: None, deadline_s)
+                self.served()
+            await self.rollout.join(replica.name, staged, deadline_s=deadline_s)
+
+    async def replace_puller(self, puller: Replica, deadline_s: float) -> None:
+        """A new puller on a host whose last one failed."""
+        async with self._turn:
+            host = next(h for h in self.hosts if h.puller.name == puller.name)
+            host.puller, host.grant = puller, None
+            if self._digest:
+                await self._choose(host, deadline_s)
+
+    async def _pullers(self, deadline_s: float) -> None:
+        """Waits, with no puller alive, for the supervisor to bring one. Raises TransferError at the deadline."""
+        end = time.monotonic() + deadline_s
+        while all(h.puller.failure is not None for h in self.hosts):
+            if time.monotonic() > end:
+                raise TransferError(f"no host has a puller: {'; '.join(str(h.puller.failure) for h in self.hosts)}")
+            self._turn.release()  # `replace_puller` takes it
+            try:
+                await asyncio.sleep(0.1)
+            finally:
+                await self._turn.acquire()
 
     def _watch(self, nbytes: int, seconds: float) -> None:
         speed = nbytes / max(seconds, 1e-9) / 1e9

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from milkweed.errors import MilkweedError, RemoteError, TransferError
+from milkweed.errors import FleetError, MilkweedError, RemoteError, TransferError
+from milkweed.fleet.supervision import recycles
 from milkweed.training.config import TrainerConfig
 from milkweed.training.model import Head
+from milkweed.training.rebuild import Ask, History
 from milkweed.training.shipping import Shipped, ship
 from milkweed.transfer.manifest import Grant, Manifest, join
 from milkweed.transfer.plan import Box
@@ -30,8 +32,9 @@ class Trainer:
     """One policy, or one model with a value head, on its replica. Calls run one after another; one that is cancelled while it runs still ends there, and
     `version` then says so: an update happens whole or not at all.
 
-    All calls raise PeerDied, DeadlineExceeded or RemoteError as the replica does; what the ranks refuse on purpose
-    (StepRefused, DataError, ConfigError, TransferError) comes as itself.
+    A rank that dies takes the others with it; new ones are brought to where they were (see `rebuild`) within the call that
+    finds it, which then goes on. Only a fault that repeats is raised, as FleetError; without `history` every one is. What
+    the ranks refuse on purpose (StepRefused, DataError, ConfigError, TransferError) comes as itself.
 
     `version` names the weights that the ranks hold. `busy_s` are the seconds the slowest rank has worked,
     `publish_s` those of the last `publish`, all measured in the ranks.
@@ -54,6 +57,8 @@ class Trainer:
         """The loss of the last update."""
         self.result: dict[str, float] = {}
         """What the last update returned, also to a caller that was cancelled meanwhile."""
+        self.history: History | None = None
+        self._closing = False
         self._one_at_a_time = asyncio.Lock()
 
     @classmethod
@@ -81,13 +86,16 @@ class Trainer:
         """
         from milkweed.training.actor import TrainerActor
 
-        replica = await fleet.spawn(
-            role, index, TrainerActor, procs=config.world_size, distributed=config.world_size > 1, deadline_s=deadline_s
-        )
+        async def spawn() -> Replica:
+            procs = config.world_size
+            return await fleet.spawn(role, index, TrainerActor, procs=procs, distributed=procs > 1, deadline_s=deadline_s)
+
+        replica = await spawn()
         trainer = cls(replica, config, model, head=head)
         try:
-            place = str(run_dir) if run_dir else None
-            await trainer._call("start", str(model), config, place, optimise, head, deadline_s=deadline_s)
+            begin = (str(model), config, str(run_dir) if run_dir else None, optimise, head)
+            await trainer._call("start", *begin, deadline_s=deadline_s)
+            trainer.history = History(f"{role}{index}", spawn, begin)
         except BaseException:
             await replica.stop()
             raise
@@ -305,6 +313,7 @@ class Trainer:
 
     async def close(self) -> None:
         """Let the ranks give back what they hold, then end them. Safe to call twice and after a failure."""
+        self._closing = True
         if self.replica.failure is None and not self.replica.stopped:
             try:
                 await self._call("close", deadline_s=10.0)
@@ -315,14 +324,30 @@ class Trainer:
 
     async def _call(self, endpoint: str, *args: Any, deadline_s: float | None = None) -> list[Any]:
         """The ranks' values in rank order; their seconds go into `busy_s`."""
-        try:
-            answers = await self.replica.call(endpoint, *args, deadline_s=deadline_s or self.deadline_s)
-        except RemoteError as error:
-            if isinstance(error.__cause__, (MilkweedError, msgspec.ValidationError)):
-                raise error.__cause__ from error
-            raise
-        self.busy_s += max(seconds for _, seconds in answers)
-        return [value for value, _ in answers]
+        while True:
+            try:
+                values = await self._ask(self.replica)(endpoint, *args, deadline_s=deadline_s)
+            except FleetError as error:
+                if self.history is None or self._closing or self.replica.stopped or not recycles(error):
+                    raise
+                self.replica = await self.history.rebuild(error, self.replica, self._ask)
+                continue
+            if self.history is not None:
+                self.history.heard(endpoint, args, values, self.version)
+            return values
+
+    def _ask(self, replica: Replica) -> Ask:
+        async def ask(endpoint: str, *args: Any, deadline_s: float | None = None) -> list[Any]:
+            try:
+                answers = await replica.call(endpoint, *args, deadline_s=deadline_s or self.deadline_s)
+            except RemoteError as error:
+                if isinstance(error.__cause__, (MilkweedError, msgspec.ValidationError)):
+                    raise error.__cause__ from error
+                raise
+            self.busy_s += max(seconds for _, seconds in answers)
+            return [value for value, _ in answers]
+
+        return ask
 
     async def _whole(self, work: Callable[[], Awaitable[T]]) -> T:
         """Run `work` after the calls before it, to its end even where the caller is cancelled."""

@@ -8,13 +8,14 @@ the state that the run was in at some moment.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import hashlib
 import json
 import sqlite3
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,11 @@ from milkweed.data.ledger.records import HeldGroup, Issue, Model, Resumed, pack_
 from milkweed.data.ledger.resume import go_back
 from milkweed.data.ledger.schema import BUFFERED, CONSUMED, RUNNING, open_index
 from milkweed.data.ledger.segments import Segments
-from milkweed.errors import DataError
+from milkweed.errors import DataError, no_room
 from milkweed.types import Batch, Completion, PolicyVersion, Trajectory
 
 WRITE_EVERY_S = 0.2
+FULL_S = 0.5  # between two attempts at a full disk
 MOST_WAITING = 50_000
 """Records that may wait for the writer before `room` makes the loop wait for it."""
 
@@ -81,6 +83,9 @@ class Ledger:
         self._last_batch: tuple[bytes, tuple[int, int]] = b"", (0, 0)
         self._closed = False
         self._failure: BaseException | None = None
+        self.on_full: Callable[[str], None] = lambda full: None
+        self.full = ""
+        """What the disk has no room for, while `room` and `flush` wait; `on_full` hears it in the writer's thread, "" after."""
         self._thread: threading.Thread | None = None
         if threaded:
             self._thread = threading.Thread(target=self._work, name="ledger", daemon=True)
@@ -171,7 +176,9 @@ class Ledger:
     # ---- waiting for the writer
 
     async def room(self) -> None:
-        """Waits while too much waits to be written: call it before giving out more work."""
+        """Waits while too much waits to be written, or the disk is full: call it before giving out more work."""
+        while self.full:
+            await asyncio.sleep(0.2)
         if len(self._waiting) >= MOST_WAITING:
             await self.flush()
 
@@ -181,8 +188,11 @@ class Ledger:
             self._write(durable)
             self._check()
             return
-        async with asyncio.timeout(deadline_s):
-            await asyncio.to_thread(self._write, durable)
+        work = asyncio.ensure_future(asyncio.to_thread(self._write, durable))
+        while not work.done():
+            await asyncio.wait({work}, timeout=deadline_s)
+            if not work.done() and not self.full:
+                raise TimeoutError(f"the ledger in {self.folder} was not written within {deadline_s:g} s")
         self._check()
 
     def close(self) -> None:
@@ -194,7 +204,8 @@ class Ledger:
         if self._thread is not None and self._thread.is_alive():
             self._thread.join(30.0)
         self._write(True)
-        self._segments.close()
+        with contextlib.suppress(OSError):  # a full disk: `_failure` says so already
+            self._segments.close()
         self._index.close()
         self._check()
 
@@ -273,8 +284,8 @@ class Ledger:
             try:
                 self._commit(rows)
                 if durable:
-                    self._segments.write(sync=True)
-                    self._index.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+                    self._patient(lambda: self._segments.write(sync=True))
+                    self._patient(lambda: self._index.execute("PRAGMA wal_checkpoint(TRUNCATE)"))
             except (OSError, sqlite3.Error, ValueError, OverflowError) as error:
                 self._failure = error
             self.seconds += time.thread_time() - began
@@ -283,15 +294,36 @@ class Ledger:
         if not rows:
             return
         ready = [(kind, self._prepare(kind, row)) for kind, row in rows]
-        self._segments.write()  # before the rows that speak of it
+        self._patient(self._segments.write)  # before the rows that speak of it
+        self._patient(lambda: self._insert(ready))
+
+    def _patient(self, work: Callable[[], object]) -> None:
+        """Does `work`, again and again while the disk is full and the ledger is not being closed."""
+        while True:
+            try:
+                work()
+                if self.full:
+                    self.full = ""
+                    self.on_full("")
+                return
+            except (OSError, sqlite3.Error) as error:
+                if not no_room(error) or self._thread is None or self._closed:
+                    raise
+                if not self.full:
+                    self.full = f"{self.folder}: {error}"
+                    self.on_full(self.full)
+            time.sleep(FULL_S)
+
+    def _insert(self, ready: list[tuple[str, tuple[Any, ...]]]) -> None:
         execute = self._index.execute
         execute("BEGIN IMMEDIATE")
         try:
             self._apply(ready)
+            execute("COMMIT")
         except BaseException:
-            execute("ROLLBACK")
+            if self._index.in_transaction:  # a full disk may have ended it already
+                execute("ROLLBACK")
             raise
-        execute("COMMIT")
 
     def _apply(self, ready: Sequence[tuple[str, tuple[Any, ...]]]) -> None:
         """Rows of one table go in one call, and of what a sample's state came to be within these only the last: no order

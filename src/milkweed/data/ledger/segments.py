@@ -104,8 +104,12 @@ class Segments:
         if self._buffer:
             data = memoryview(b"".join(self._buffer))
             self._buffer.clear()
-            while data:
-                data = data[os.write(self._file, data) :]
+            try:
+                while data:
+                    data = data[os.write(self._file, data) :]
+            except OSError:
+                self._buffer = [bytes(data)]  # what is in the file stays where it belongs; the rest follows it
+                raise
         if sync and self._file >= 0:
             os.fsync(self._file)
 
@@ -137,6 +141,8 @@ class Segments:
 
     def close(self) -> None:
         if self._file >= 0:
-            self.write(sync=True)
-            os.close(self._file)
-            self._file = -1
+            try:
+                self.write(sync=True)
+            finally:
+                os.close(self._file)
+                self._file = -1

@@ -1,0 +1,77 @@
+"""The engines that a router has now: who serves, who stands by, who comes and who goes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from milkweed.rollout.protocol import EngineStats
+from milkweed.rollout.records import ByLoad, Engine, EngineReplica
+
+
+class Crew:
+    """Engines by name; one that failed stays, for its cause, until another of its name takes its place.
+
+    `wanted` engines serve; those beyond it stand by, with every version in them, and step in as soon as one fails.
+    """
+
+    def __init__(self, replicas: Sequence[EngineReplica], stats: Sequence[EngineStats], wanted: int) -> None:
+        self.engines = [Engine(r, s) for r, s in zip(replicas, stats, strict=True)]
+        self.wanted = wanted
+        self._gone_tokens = 0
+        self._gone_busy_s = 0.0
+        for engine in self.engines[wanted:]:
+            engine.standby = True
+        self.by_load = ByLoad(self.engines)
+
+    def __iter__(self) -> Iterator[Engine]:
+        return iter(self.engines)
+
+    @property
+    def living(self) -> list[Engine]:
+        return [e for e in self.engines if e.dead is None]
+
+    def find(self, name: str) -> Engine | None:
+        """The living engine of that name."""
+        return next((e for e in self.living if e.replica.name == name), None)
+
+    def add(self, replica: EngineReplica, stats: EngineStats) -> Engine:
+        """A new engine, which serves nothing before its first commit."""
+        for old in [e for e in self.engines if e.replica.name == replica.name]:
+            self.remove(old)
+        engine = Engine(replica, stats)
+        engine.standby, engine.stale = True, "it has not got the weights yet"
+        self.engines.append(engine)
+        self.by_load = ByLoad(self.engines)
+        return engine
+
+    def remove(self, engine: Engine) -> None:
+        """Forget one that is dead or has left; what it did stays counted."""
+        self.engines.remove(engine)
+        self._gone_tokens += engine.stats.tokens
+        self._gone_busy_s = max(self._gone_busy_s, engine.stats.busy_s - engine.busy_at_start)
+        self.by_load = ByLoad(self.engines)
+
+    def muster(self) -> None:
+        """Engines that stand by step in where fewer than `wanted` serve."""
+        serving = [e for e in self.living if not e.standby and not e.leaving]
+        ready = [e for e in self.living if e.standby and e.stale is None and not e.leaving]
+        for engine in ready[: max(0, self.wanted - len([e for e in serving if e.stale is None]))]:
+            engine.standby = False
+        self.by_load.rebuild()
+
+    # ---- what they did
+
+    @property
+    def tokens(self) -> int:
+        """Tokens sampled by all engines since the router began."""
+        return self._gone_tokens + sum(e.stats.tokens for e in self.engines)
+
+    def begin_stretch(self) -> None:
+        """From here `stretch_s` counts."""
+        self._gone_busy_s = 0.0
+        for e in self.engines:
+            e.busy_at_start = e.stats.busy_s
+
+    def stretch_s(self) -> float:
+        """Seconds since `begin_stretch` of the engine that was busy longest."""
+        return max([self._gone_busy_s, *(e.stats.busy_s - e.busy_at_start for e in self.engines)])

@@ -1,0 +1,112 @@
+"""The router's part in an update of the weights: commits on all engines, or on one that has just come."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from milkweed.errors import FleetError, PeerDied, TransferError
+from milkweed.rollout.crew import Crew
+from milkweed.rollout.protocol import CommitReport, EngineStats, decode_report, encode
+from milkweed.rollout.records import Engine, EngineReplica, UpdateReport, as_fleet_error
+from milkweed.transfer.manifest import Staged
+from milkweed.types import PolicyVersion
+
+SILENT_S = 20.0
+"""How much longer than it may take until an engine that does not answer counts as hung."""
+
+
+class Updates:
+    """What `Router` does with versions."""
+
+    crew: Crew
+    version: PolicyVersion
+
+    @property
+    def expects(self) -> bool:
+        """Whether somebody brings engines for those that fail."""
+        raise NotImplementedError
+
+    def _lose(self, engine: Engine, error: FleetError) -> None:
+        raise NotImplementedError
+
+    def _fill(self) -> None:
+        raise NotImplementedError
+
+    def _nobody(self) -> FleetError:
+        raise NotImplementedError
+
+    def _collect(self, engine: Engine) -> Any:
+        raise NotImplementedError
+
+    def admit(self, replica: EngineReplica, stats: EngineStats) -> None:
+        """A new engine is here; it serves nothing before its first commit."""
+        engine = self.crew.add(replica, stats)
+        engine.collector = asyncio.create_task(self._collect(engine), name=f"replies of {replica.name}")
+
+    async def join(self, name: str, staged: Staged | None, *, deadline_s: float = 60.0) -> None:
+        """An admitted engine takes samples once it has committed `staged`, the version that is served (None: the one it
+        was started with). Raises TransferError where it could not."""
+        engine = self.crew.find(name)
+        if engine is None:
+            raise TransferError(f"{name} died before it had got the weights")
+        if staged is not None:
+            report = await self._commit(engine, staged, deadline_s)
+            if not report.ok:
+                raise TransferError(f"{name} did not take version {staged.version}: {report.message}")
+        elif engine.stats.version == self.version:
+            engine.stale = None
+        if engine.stale is not None:
+            raise TransferError(f"{name} serves {engine.stats.version}, the others {self.version}: {engine.stale}")
+        self.crew.muster()
+        self._fill()
+
+    async def update_weights(
+        self, staged: dict[str, Staged], version: PolicyVersion, *, deadline_s: float = 60.0
+    ) -> UpdateReport:
+        """Commits `version`, staged on each host by name, on all engines at once.
+
+        An engine that fails gets no samples until a later commit succeeds; the others go on. Raises TransferError
+        when no engine took it; where all are dead and others are expected, it is for those.
+        """
+        living = self.crew.living
+        reports = await asyncio.gather(*(self._commit(e, staged.get(e.replica.host.name), deadline_s) for e in living))
+        report = UpdateReport(version, {e.replica.name: r for e, r in zip(living, reports, strict=True)})
+        if not any(r.ok for r in reports) and not (self.expects and not self.crew.living):
+            causes = "; ".join(f"{name}: {why}" for name, why in report.failed.items()) or str(self._nobody())
+            raise TransferError(f"no engine took version {version}: {causes}")
+        self.version = version
+        self.crew.muster()
+        self._fill()
+        return report
+
+    async def _commit(self, engine: Engine, staged: Staged | None, deadline_s: float) -> CommitReport:
+        name = engine.replica.name
+        if staged is None:
+            message = f"nothing was staged on its host {engine.replica.host.name}"
+            report = CommitReport(ok=False, state=engine.stats.state, version=engine.stats.version, message=message)
+        else:
+            try:
+                within = deadline_s + SILENT_S
+                report = decode_report(
+                    await engine.replica.call_one("commit", encode(staged), deadline_s, deadline_s=within)
+                )
+            except Exception as e:
+                # what it serves now is unknown, so it must not serve
+                self._lose(engine, as_fleet_error(engine, e))
+                return CommitReport(ok=False, state="dead", version=engine.stats.version, message=str(e))
+        engine.stats.version, engine.stats.state = report.version, report.state
+        if report.ok:
+            engine.stale = None
+            self.crew.by_load.changed(engine)
+        elif report.state == "dead":
+            self._lose(engine, PeerDied(name, "died", report.message))
+        else:
+            engine.stale = report.message
+        return report
+
+    async def checksums(self, *, deadline_s: float = 60.0) -> dict[str, dict[str, str]]:
+        """SGLang's checksum of the live parameters, by engine and rank."""
+        living = self.crew.living
+        sums = await asyncio.gather(*(e.replica.call_one("checksum", deadline_s=deadline_s) for e in living))
+        return {e.replica.name: s for e, s in zip(living, sums, strict=True)}
