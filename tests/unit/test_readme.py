@@ -75,3 +75,15 @@ def test_the_recipe_shown_is_the_recipe_that_runs():
     recipe = (Path(__file__).resolve().parents[2] / "recipes" / "grpo.py").read_text()
     shown = re.search(r"`recipes/grpo.py`, without its configuration:\n\n```python\n(.*?)```", README, re.DOTALL)
     assert shown and shown.group(1).strip() in recipe
+
+
+def test_behind_each_sentence_on_faults_stands_a_test():
+    page = README.split("## When something fails")[1].split("\n## ")[0]
+    tests = "".join(f.read_text() for f in Path(__file__).resolve().parents[1].rglob("test_*.py"))
+    points = page.split("\n- ")[1:]
+    assert len(points) >= 10
+    for point in points:
+        named = re.findall(r"`(test_\w+)`", point)
+        assert named, f"no test stands behind: {point[:80]}"
+        for name in named:
+            assert f"def {name}(" in tests, f"the README names {name}, which there is not"
