@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from milkweed.errors import ConfigError, DataError, FleetError, PeerDied, RemoteError, TransferError
+from milkweed.environments.items import Outcome, decode_items
+from milkweed.environments.reward import Scorer
 from milkweed.fleet.supervision import Budget, Event, Supervisor, kind_of, recycles
-from milkweed.rollout.protocol import CommitReport, EngineStats
+from milkweed.rollout.protocol import CommitReport, EngineStats, encode
 from milkweed.rollout.router import Router
 from milkweed.runs.upkeep import Upkeep
 from milkweed.runs.virtual_time import run_virtual
@@ -290,3 +292,42 @@ def test_engines_of_a_host_that_is_taken_away_hand_over_to_others():
         assert (await waiting).token_ids == [7]
 
     kept(2, work)
+
+
+class Worker:
+    """A reward worker that answers 1.0 to everything, until it dies."""
+
+    def __init__(self, index: int, dies: bool = False) -> None:
+        self.name, self.failure, self.dies = f"reward{index}", None, dies
+        self.out: list[int] = []
+
+    async def call_one(self, endpoint: str, *args: Any, deadline_s: float) -> Any:
+        await asyncio.sleep(0.01)
+        if self.dies:
+            self.failure = PeerDied(self.name, "died", "killed by SIGKILL")
+            raise self.failure
+        if endpoint == "submit":
+            self.out += [item.id for item in decode_items(args[0])]
+            return None
+        done, self.out = self.out, []
+        return encode(([Outcome(id=i, reward=1.0) for i in done], {}))
+
+
+def test_rewards_wait_for_the_worker_that_comes_in_place_of_the_last_one_or_hear_why_none_does():
+    async def work() -> None:
+        for ends in (False, True):
+            scorer, lost = Scorer([Worker(0, dies=True)]), []
+            scorer.on_lost = lambda worker, error, lost=lost: lost.append(worker.name)
+            scores = [asyncio.create_task(scorer.score(float)) for _ in range(3)]
+            while not lost:
+                await asyncio.sleep(0.01)
+            assert lost == ["reward0"] and not any(s.done() for s in scores)
+            if ends:
+                scorer.end(FleetError("reward0", "died", "it failed 5 times in a row"))
+                assert all("5 times in a row" in str(e) for e in await asyncio.gather(*scores, return_exceptions=True))
+            else:
+                scorer.join(Worker(0))
+                assert [s.reward for s in await asyncio.wait_for(asyncio.gather(*scores), 5)] == [1.0, 1.0, 1.0]
+            await scorer.close()
+
+    asyncio.run(asyncio.wait_for(work(), 20))

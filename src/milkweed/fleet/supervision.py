@@ -4,9 +4,9 @@
                                 |
                                 +--> given up: the same place failed `retries` times in a row
 
-A place with no host to be on waits for one, and says so; that is no failure of its own. A place is the role and index of a replica; the replicas that fill it one after another are never used twice. A replica
-that served for `settled_s` has earned its place a fresh budget. What is called a failure, and whose, is said in `kind_of`
-and `recycles`, and nowhere else.
+A place is the role and index of a replica; the replicas that fill it one after another are never used twice. One with no
+host to be on waits for one, and says so: that is no failure of its own. A replica that served for `settled_s` has earned its
+place a fresh budget. What is called a failure, and whose, is said in `kind_of` and `recycles`, and nowhere else.
 """
 
 from __future__ import annotations
