@@ -104,8 +104,7 @@ class Scorer:
         self._blobs: dict[str, bytes] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._lost: FleetError | None = None
-        self.on_lost: Callable[[Worker, FleetError], None] | None = None
-        """Where set, somebody brings a worker (`join`) for each that it is told of, and items wait for that."""
+        self.on_lost: Callable[[Worker, FleetError], None] | None = None  # whoever sets it brings others, and items wait
         self.calls = 0
         """Messages sent to workers."""
 
@@ -160,7 +159,7 @@ class Scorer:
     def join(self, worker: Worker) -> None:
         """A further worker."""
         self._lanes.append(_Lane(worker))
-        self._schedule()
+        self._schedule()  # what has waited for it
 
     def lost(self, worker: Worker, error: FleetError) -> None:
         """That worker is gone; what it had is scored elsewhere."""
@@ -170,8 +169,7 @@ class Scorer:
     def end(self, error: FleetError) -> None:
         """No worker will come any more: whoever waits for one is told why."""
         self._lost, self.on_lost = error, None
-        if not self._lanes:
-            self._fail_all(error)
+        self._fail_all(error)
 
     async def close(self) -> None:
         """Stop waiting; end the children that are ours. Replicas are stopped by their fleet."""
@@ -281,15 +279,14 @@ class Scorer:
             else:
                 self._waiting.append(job._replace(sends=job.sends + 1))
         lane.out.clear()
-        if self._waiting:
-            self._schedule()
+        self._schedule()
         if self.on_lost is not None:
             self.on_lost(lane.worker, error)
 
     def _fail_all(self, error: FleetError) -> None:
         for job in [*self._waiting, *(j for lane in self._lanes for j in lane.out.values())]:
             if not job.future.done():
-                job.future.get_loop().call_soon(_set_exception, job.future, error)
+                job.future.get_loop().call_soon(lambda f=job.future: f.done() or f.set_exception(error))
         self._waiting.clear()
         for lane in self._lanes:
             lane.out.clear()
@@ -310,11 +307,6 @@ class Scorer:
 def _mine(task: asyncio.Task[Any] | None) -> bool:
     """Whether the task is alive in this loop; one of a loop that was closed will never end."""
     return task is not None and not task.done() and task.get_loop() is asyncio.get_running_loop()
-
-
-def _set_exception(future: asyncio.Future[Any], error: Exception) -> None:
-    if not future.done():
-        future.set_exception(error)
 
 
 def _resolve(job: _Job, outcome: Outcome) -> None:

@@ -312,17 +312,16 @@ class Ledger:
                 if not self.full:
                     self.full = f"{self.folder}: {error}"
                     self.on_full(self.full)
-            time.sleep(FULL_S)
+                time.sleep(FULL_S)
 
     def _insert(self, ready: list[tuple[str, tuple[Any, ...]]]) -> None:
-        execute = self._index.execute
-        execute("BEGIN IMMEDIATE")
+        self._index.execute("BEGIN IMMEDIATE")
         try:
             self._apply(ready)
-            execute("COMMIT")
+            self._index.execute("COMMIT")
         except BaseException:
             if self._index.in_transaction:  # a full disk may have ended it already
-                execute("ROLLBACK")
+                self._index.execute("ROLLBACK")
             raise
 
     def _apply(self, ready: Sequence[tuple[str, tuple[Any, ...]]]) -> None:
