@@ -25,6 +25,11 @@ STUCK_S = 150.0
 GONE_S = 6.0
 
 
+def _heeds_interrupts() -> None:
+    """A background job of a shell ignores SIGINT, and so would what it starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Struck:
     """One run directory and the controller that works on it."""
 
@@ -35,7 +40,7 @@ class Struck:
 
     def start(self) -> None:
         log = (self.folder.parent / f"{self.folder.name}.log").open("ab")
-        self.controller = subprocess.Popen(self.command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        self.controller = subprocess.Popen(self.command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=_heeds_interrupts)
 
     def steps(self) -> int:
         """Steps written down so far, in all lives."""
