@@ -52,7 +52,7 @@ class Ranks:
             raise RemoteError(self.name, "raised", "StepRefused") from StepRefused("not finite")
         self.weights += batch * self.lr + self.drift
         self.version = PolicyVersion(self.version.incarnation, self.version.step + 1)
-        return {"metrics": {"loss": self.weights, "grad_norm": batch, "tokens": 1.0, "seconds": 0.5}, "version": self.version}
+        return {"metrics": {"loss": self.weights, "grad_norm": batch, "tokens": 1.0, "seconds": 0.5}, "version": self.version, "logprobs": None}
 
     async def do_set_lr(self, lr: float) -> float:
         self.lr = lr
