@@ -183,7 +183,7 @@ class SimulatedMesh:
 
     def __init__(self, router: Any, engines: list[EngineModel], *, train_s: float, update_s: float, beside: float = 1.0) -> None:
         self.rollout, self.engines = router, engines
-        self.reward = self.chat = None
+        self.reward = self.chat = self.environment = None
         self.train_s, self.update_s, self.beside = train_s, update_s, beside
         self.version = PolicyVersion()
         self.update_deadline_s = 1e7
