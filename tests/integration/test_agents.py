@@ -34,8 +34,8 @@ def loop():
 @pytest.fixture(scope="module")
 def live(loop, tmp_path_factory):
     size = dict(hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=128)
-    model = mw.new_qwen3(tmp_path_factory.mktemp("model"), **size)
-    trainer = mw.TrainerConfig(lr=1e-3, seq_len=1024, micro_rows=8)
+    model = mw.new_qwen3(tmp_path_factory.mktemp("model"), context=4096, **size)
+    trainer = mw.TrainerConfig(lr=1e-3, seq_len=4096, micro_rows=2)
     config = mw.RunConfig(
         run_dir=str(tmp_path_factory.mktemp("runs") / "run"), steps=50, sampling=SAMPLING, trainer=trainer
     )
@@ -126,9 +126,12 @@ def test_an_openai_agent_trains_through_the_gateway_and_its_tokens_replay(loop, 
 def stock_agent(task, base_url, api_key):
     """smolagents' tool-calling agent, as its documentation shows it; a random model hardly ever calls well."""
     from smolagents import OpenAIModel, ToolCallingAgent
+    from smolagents.agents import EMPTY_PROMPT_TEMPLATES
 
     model = OpenAIModel(model_id="policy", api_base=base_url, api_key=api_key)
-    agent = ToolCallingAgent(tools=[], model=model, max_steps=2, verbosity_level=0)
+    # its own system prompt of 9,000 characters is as many tokens here
+    prompts = {**EMPTY_PROMPT_TEMPLATES, "system_prompt": "Answer with a tool call."}
+    agent = ToolCallingAgent(tools=[], model=model, prompt_templates=prompts, max_steps=2, verbosity_level=0)
     answer = agent.run(task.text)
     return float(len(str(answer)) % 3)
 
