@@ -68,8 +68,7 @@ async def warm_model(seed: int = 0) -> Path:
     who gets every third digit wrong. What it says is right about one time in four. Made once, kept under models/."""
     out = Path(f"models/sums-{seed}")
     if not (out / "config.json").exists():
-        cfg = Config(learnt=0.12, seed=seed, eval_every=50, run_dir=f"{out}.run")
-        await train(cfg, fresh_model(seed), out)
+        await train(Config(learnt=0.12, seed=seed, eval_every=50, run_dir=f"{out}.run"), fresh_model(seed), out)
     return out
 
 

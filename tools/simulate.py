@@ -108,7 +108,7 @@ async def _run(plan: Plan, folder: Path) -> Outcome:
     import asyncio
 
     loop = asyncio.get_running_loop()
-    dice = random.Random(plan.seed)
+    dice, chance = random.Random(plan.seed), random.Random(f"{plan.seed}/chance")  # the same lengths whatever befalls the run
     engines = [
         EngineModel(f"rollout{i}", slots=plan.slots, token_s=plan.token_s, running_s=plan.running_s, length=lambda: plan.length(dice), restart_s=plan.restart_s)
         for i in range(plan.engines)
@@ -126,11 +126,11 @@ async def _run(plan: Plan, folder: Path) -> Outcome:
 
     async def kill() -> None:
         while True:
-            await asyncio.sleep(dice.expovariate(plan.engines / plan.deaths_s))
-            dice.choice(engines).die()
+            await asyncio.sleep(chance.expovariate(plan.engines / plan.deaths_s))
+            chance.choice(engines).die()
 
     def keep(group: Group) -> bool:
-        return dice.random() >= plan.rejects
+        return chance.random() >= plan.rejects
 
     EngineModel.deaths, EngineModel.factor = 0, 1.0
     killer = asyncio.create_task(kill()) if plan.deaths_s else None
@@ -146,7 +146,7 @@ async def _run(plan: Plan, folder: Path) -> Outcome:
             flying -= 1
         if plan.reward_s:
             await asyncio.sleep(plan.reward_s)
-        if dice.random() < plan.fails:
+        if chance.random() < plan.fails:
             raise RuntimeError("chance")
         return completion.trajectory(reward=float(len(completion.token_ids) % 2))
 
@@ -170,7 +170,7 @@ async def _run(plan: Plan, folder: Path) -> Outcome:
         lag_sum, lag_count = lag_sum + row["lag"], lag_count + 1
         batches.append((loop.time(), sum(len(g.scored) for g in groups), trained))
         EngineModel.cpu_s += time.process_time() - began  # the model trainer's, not the controller's
-        await mesh.train(dice.expovariate(1) * plan.jitter + 1 - plan.jitter)
+        await mesh.train(chance.expovariate(1) * plan.jitter + 1 - plan.jitter)
         flow.trained(mesh.version)
         await flow.publish()
         if step % 500 == 499:

@@ -152,7 +152,7 @@ class Life:
         self.trap = ""
         self.mended_s = 0.0
         self.turn = asyncio.Lock()
-        mesh: Any = SimpleNamespace(rollout=self.router, reward=None, chat=None, update_deadline_s=1e4, publish=self._publish, weights=None)
+        mesh: Any = SimpleNamespace(rollout=self.router, reward=None, chat=None, update_deadline_s=1e4, publish=self._publish, weights=None, environment=None)
         self.mesh = mesh
         mesh.version = self.version
         config = RunConfig(steps=1 << 30, staleness=scene.staleness, trajectory_deadline_s=1e4)

@@ -77,6 +77,8 @@ def test_a_script_that_is_interrupted_and_killed_leaves_nothing_and_resumes(mode
     process.kill()
     process.wait(10)
     none_left("killed")
+    held = [row["memory/controller_mb"] for row in mw.read_metrics(tmp_path / "run") if "memory/controller_mb" in row]
+    assert held and max(held) < 800, "the controller is to stay small"
 
     done = subprocess.run(
         [sys.executable, "-m", "milkweed.cli", "run", "run", "--steps", str(mw.read_metrics(tmp_path / "run")[-1]["step"] + 1)],

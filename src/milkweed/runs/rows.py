@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -85,6 +86,7 @@ class Rows:
             **({"tokens_per_s": state["tokens"] / took} if state.get("tokens") and took else {}),
             "time": {"step": round(took, 4), **times},
         }
+        row["memory"] = {"controller_mb": round(_resident() / 1e6, 1)}
         if update:
             row["transfer"] = {k: v for k, v in update.items() if k != "update"}
         self._metrics.log(version.step, row)
@@ -107,6 +109,12 @@ class Rows:
     def close(self) -> None:
         self._metrics.close()
         self._samples.close()
+
+
+def _resident() -> int:
+    """Bytes of memory that this process holds."""
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
 def _fractions(names: Sequence[str]) -> dict[str, float]:
