@@ -69,6 +69,26 @@ def test_whatever_the_code_does_is_an_observation_in_time_and_nothing_is_left(ki
     assert set(sandbox.descendants(os.getpid())) <= before
 
 
+def test_a_session_that_is_closed_leaves_alone_the_one_that_has_got_its_descriptors():
+    async def run():
+        first, second = Session(LIMITS), Session(LIMITS)
+        await first.run("python", "import os; os.kill(os.getpid(), 9)")
+        held = [os.dup(0), os.dup(0)]
+        try:
+            asking = asyncio.create_task(second.run("python", "print('alive')"))
+            while second._process is None:
+                await asyncio.sleep(0)
+            assert second._reply == first._out, "the number of the one's output is the other's for replies now"
+            await first.close()
+            return await asyncio.wait_for(asking, 10)
+        finally:
+            await second.close()
+            for fd in held:
+                os.close(fd)
+
+    assert asyncio.run(run()) == "alive\n"
+
+
 def test_nothing_is_written_outside_and_there_is_no_network(tmp_path):
     target = tmp_path / "outside"
     out, isolation = session(
@@ -120,7 +140,6 @@ ILLS = {
 }
 
 
-@pytest.mark.slow  # one sample in some runs passes its deadline: not settled
 def test_a_step_with_ill_tools_ends_in_time_with_all_accounted_for(tmp_path):
     """MILKWEED_ILL_TOOLS=1000 makes it as many trajectories; it takes minutes then."""
     import json

@@ -25,9 +25,7 @@ from milkweed.environments.tools import Tool
 from milkweed.errors import EnvironmentFailed
 
 MAIN = Path(__file__).with_name("session_main.py")
-START_S = 120.0
-"""A start takes tenths of a second of CPU, which the code in the others may leave slowly; the trajectory's own deadline
-stands in any case."""
+START_S = 30.0
 AT_ONCE = 64
 """Processes alive at the same time; a trajectory that wants one more waits for another to end."""
 
@@ -91,7 +89,6 @@ class Session:
         try:
             self._spawn()
         except OSError as error:
-            await self._end()
             raise EnvironmentFailed(f"no process for the Python and shell tools: {error}") from error
         for fd in (self._reply, self._out):
             self._buffers[fd] = bytearray()
@@ -110,6 +107,7 @@ class Session:
         self._out, out = os.pipe()
         limits = self.limits
         numbers = [reader, writer, os.getpid(), limits.memory_bytes, limits.processes, limits.file_bytes]
+        started = False
         kept = {k: v for k, v in os.environ.items() if k in ("PATH", "LANG", "LC_ALL", "TZ")}
         own = {"HOME": self._folder, "TMPDIR": self._folder, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
         try:
@@ -122,9 +120,12 @@ class Session:
                 start_new_session=True,
                 env=kept | own,
             )
+            started = True
         finally:
-            for fd in (reader, writer, out):
+            for fd in (reader, writer, out, *(() if started else (self._to, self._reply, self._out))):
                 os.close(fd)
+            if not started:
+                shutil.rmtree(self._folder, ignore_errors=True)
         for fd in (self._to, self._reply, self._out):
             os.set_blocking(fd, False)
 
@@ -189,11 +190,11 @@ class Session:
 
     async def _end(self) -> None:
         process, self._process = self._process, None
-        loop = asyncio.get_running_loop()
-        for fd in list(self._buffers):
-            loop.remove_reader(fd)
-        self._buffers = {self._out: self._buffers.get(self._out, bytearray())} if process is not None else {}
         if process is not None:
+            # forgotten with the process: once closed, a number may be that of another session's pipe
+            for fd in self._buffers:
+                asyncio.get_running_loop().remove_reader(fd)
+            self._buffers = {}
             if not self.isolation.startswith("pid"):
                 sandbox.kill_descendants(process.pid)
             try:
