@@ -147,6 +147,7 @@ def test_shipped_meshes_are_what_they_say() -> None:
         ("local", "critic.tensor_parallel=0", "critic.tensor_parallel: 0 is too few; at least 1"),
         ("local", "reward_model.thread=2", "did you mean 'reward_model.threads'"),
         ("node8", "critic.data_parallel_shard=4", "rollout0 needs 1 GPU of one host; 8 of 8 are taken"),
+        ("local", 'hosts.notice="/run/{rack}"', "only {host} may stand in braces"),
         ("lokal", "", "no mesh named 'lokal': did you mean 'local'?"),
     ],
 )

@@ -190,6 +190,10 @@ class MeshConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                     raise self._wrong(f"{table}.{key}", f"{value} is too few; at least {least}")
         if not self.hosts.notice_s > 0:
             raise self._wrong("hosts.notice_s", f"{self.hosts.notice_s:g} is no time to hand over in; it must be above 0")
+        try:
+            self.hosts.notice.format(host=0)
+        except (LookupError, ValueError) as error:
+            raise self._wrong("hosts.notice", f"{self.hosts.notice!r} is no path; only {{host}} may stand in braces ({error!r})") from None
         if self.hosts.notice and self.hosts.count > 1 and "{host}" not in self.hosts.notice:
             raise self._wrong("hosts.notice", f"{self.hosts.notice!r} would speak of all {self.hosts.count} hosts at once; put {{host}} in it")
         if self.device == "cuda" and self.hosts.gpus == 0:

@@ -5,15 +5,16 @@ from __future__ import annotations
 
 import gc
 
+_USUAL = gc.get_threshold()  # whatever whoever imports this has chosen
 
 def freeze() -> None:
     """Call it when a process is ready: what it holds by then is not walked again, until `thaw`."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(10_000, 20, 20)  # Python's 700 are reached hundreds of times in a step
+    gc.set_threshold(10_000, 20, 20)  # the usual 700 are reached hundreds of times in a step
 
 
 def thaw() -> None:
     """Call it when what was frozen may be garbage."""
     gc.unfreeze()
-    gc.set_threshold(700, 10, 10)
+    gc.set_threshold(*_USUAL)

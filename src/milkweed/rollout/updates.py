@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from typing import Any
 
 from milkweed.errors import FleetError, PeerDied, TransferError
@@ -16,28 +17,28 @@ SILENT_S = 20.0
 """How much longer than it may take until an engine that does not answer counts as hung."""
 
 
-class Updates:
+class Updates(ABC):
     """What `Router` does with versions."""
 
     crew: Crew
     version: PolicyVersion
 
     @property
+    @abstractmethod
     def expects(self) -> bool:
         """Whether somebody brings engines for those that fail."""
-        raise NotImplementedError
 
-    def _lose(self, engine: Engine, error: FleetError) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _lose(self, engine: Engine, error: FleetError) -> None: ...
 
-    def _fill(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _fill(self) -> None: ...
 
-    def _nobody(self) -> FleetError:
-        raise NotImplementedError
+    @abstractmethod
+    def _nobody(self) -> FleetError: ...
 
-    def _collect(self, engine: Engine) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    def _collect(self, engine: Engine) -> Any: ...
 
     def admit(self, replica: EngineReplica, stats: EngineStats) -> None:
         """A new engine is here; it serves nothing before its first commit."""

@@ -72,9 +72,10 @@ async def up(
     `critic`, the configuration of a value head trained on `critic_model` (default: `model`), whose checkpoints go to
     `run_dir`/critic; `reward_model`, the folder of a frozen one with a value head, as `head="value"` exports it.
 
-    `deterministic` puts the engines into SGLang's mode of that name: a sample with a seed is then the same alone and in
-    any company. Logs and checkpoints go to `run_dir`. `progress` hears what is being waited for. Raises ConfigError or DataError before any process starts where it can, FleetError where
-    a process does not come up; nothing is left running then.
+    `deterministic` puts the engines into SGLang's mode of that name: a sample with a seed is then the same alone
+    and in any company. Logs and checkpoints go to `run_dir`. `progress` hears what is being waited for. Raises
+    ConfigError or DataError before any process starts where it can, FleetError where a process does not come up;
+    nothing is left running then.
     """
     from milkweed.data import Chat
     from milkweed.training.config import TrainerConfig
