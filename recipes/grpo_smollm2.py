@@ -22,7 +22,7 @@ class Config(mw.RunConfig, kw_only=True):
     eval_every: int = 10
     checkpoint_every: int = 10
     sampling: mw.Sampling = mw.Sampling(max_tokens=16)
-    trainer: mw.TrainerConfig = mw.TrainerConfig(lr=2e-5, warmup_steps=5, seq_len=512, micro_rows=2)
+    trainer: mw.TrainerConfig = mw.TrainerConfig(lr=3e-5, warmup_steps=5, seq_len=512, micro_rows=2)
 
 
 def right(prompt: mw.Prompt, completion: str) -> float:
@@ -41,7 +41,9 @@ def credit(prompt: mw.Prompt, completion: str) -> float:
 
 
 async def main(cfg: Config) -> None:
-    sums = mw.arithmetic(digits=2, low=10, question="What is {a} + {b}? Answer with the number only.")
+    ask = "What is {a} + {b}? Answer with the number only."
+    # the template's own system message is half of every prompt, and no help
+    sums = mw.arithmetic(digits=2, low=10, question=ask, system="You add numbers.")
     train_set, held_out = mw.split(sums, held_out=0.1)
     model = cfg.model or mw.cached_folder("models/smollm2-135m-instruct", mw.smollm2_instruct)
     async with mw.start(cfg, model=model) as run:
