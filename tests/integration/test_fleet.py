@@ -109,7 +109,9 @@ def test_a_replica_answers_fails_and_is_replaced(tmp_path: Path) -> None:
             began = time.monotonic()
             with pytest.raises(PeerDied, match=r"trainer0 died: process \d+ \(rank 0\) ended(.|\n)*probe was asked"):
                 await pending
-            assert time.monotonic() - began < 3 and told == ["trainer0"]
+            assert time.monotonic() - began < 3
+            await asyncio.sleep(0.1)  # the call may hear of it from Monarch, and then raises before callbacks have run
+            assert told == ["trainer0"]
             with pytest.raises(PeerDied):
                 await pair.call("where", deadline_s=60)
             _wait_for(lambda: not any(_alive(pid) for pid in pair.pids))  # the other rank goes with it

@@ -75,10 +75,10 @@ class Replica:
             self.failure = error
             waiting, self._waiting = self._waiting, set()
             callbacks, self._callbacks = self._callbacks, []
+        for loop, callback in callbacks:  # first, so that who supervises knows before who called
+            _soon(loop, callback, self)
         for loop, future in waiting:
             _soon(loop, lambda f=future: f.done() or f.set_result(None))
-        for loop, callback in callbacks:
-            _soon(loop, callback, self)
 
     async def stop(self, deadline_s: float = 5.0) -> None:
         """End its processes and their children. Pending calls raise. Safe to call twice and after a failure."""
