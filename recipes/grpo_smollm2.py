@@ -12,14 +12,14 @@ class Config(mw.RunConfig, kw_only=True):
 
     model: str = ""
     """Model folder; empty converts the package's (a minute, once, kept under models/)."""
-    steps: int = 120
-    prompts: int = 8
+    steps: int = 150
+    prompts: int = 4
     """Prompts a step."""
     samples: int = 8
     """Completions of each prompt."""
     eval_prompts: int = 128
     """Held-out prompts an evaluation."""
-    eval_every: int = 10
+    eval_every: int = 20
     checkpoint_every: int = 10
     sampling: mw.Sampling = mw.Sampling(max_tokens=16)
     trainer: mw.TrainerConfig = mw.TrainerConfig(lr=3e-5, warmup_steps=5, seq_len=512, micro_rows=2)
