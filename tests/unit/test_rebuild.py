@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from typing import Any
 
 import pytest
@@ -64,6 +66,9 @@ class Ranks:
 
     async def do_saved(self, wait: bool) -> bool:
         return True
+
+    async def do_close(self) -> None:
+        pass
 
     async def do_load(self, incarnation: int | None, step: int | None) -> dict[str, Any]:
         if not self.disk.checkpoints:
@@ -169,5 +174,54 @@ def test_what_the_ranks_refuse_rebuilds_nothing():
         with pytest.raises(StepRefused):
             await rig.train(-1.0)
         assert len(rig.made) == 1 and rig.events == []
+
+    asyncio.run(story())
+
+
+def test_what_was_told_lies_in_a_file_until_a_checkpoint_holds_it():
+    async def story() -> None:
+        rig = Rig([])
+        kept = rig.trainer.history._file  # type: ignore[union-attr]
+        size = lambda: os.fstat(kept.fileno()).st_size  # noqa: E731
+        await rig.train(*[1.0] * 50)
+        before = size()
+        await rig.trainer.save()
+        await rig.train(2.0)
+        await rig.trainer.saved(wait=True)
+        assert 0 < size() < before / 20  # the step after the checkpoint is still there
+        rig.fatal.append("update")
+        await rig.train(4.0)
+        assert rig.made[-1].weights == 56.0
+        await rig.trainer.close()
+        assert kept.closed
+
+    asyncio.run(story())
+
+
+def test_steps_that_a_full_disk_did_not_keep_are_not_trained_again_and_the_next_checkpoint_mends_it():
+    async def story() -> None:
+        rig = Rig([])
+        history = rig.trainer.history
+        assert history is not None
+        room = history._write
+
+        def full(data: bytes) -> None:
+            room(data[:3])
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        history._write = full  # type: ignore[method-assign]
+        await rig.train(1.0)
+        history._write = room  # type: ignore[method-assign]
+        await rig.train(2.0)
+        await rig.trainer.save()
+        await rig.trainer.saved(wait=True)
+        rig.fatal.append("update")
+        await rig.train(4.0)
+        assert rig.made[-1].weights == 7.0
+        history._write = full  # type: ignore[method-assign]
+        await rig.train(8.0)
+        rig.fatal.append("update")
+        with pytest.raises(FleetError, match="update cannot be done again: its batch could not be kept: No space left on device"):
+            await rig.train(16.0)
 
     asyncio.run(story())

@@ -1,15 +1,19 @@
 """A trainer whose ranks died comes back: new ranks, the last checkpoint, and the steps since trained again.
 
-The controller keeps what the ranks were told since that checkpoint: each step's batch and packed loss, in its own memory,
-until the next checkpoint. Training the same batches again gives the same weights, and that is checked: a step whose loss
+The controller keeps what the ranks were told since that checkpoint, each step's batch and packed loss, in a file without a
+name, which ends with it: as memory, batches of many steps would be gigabytes. Training the same batches again gives the same weights, and that is checked: a step whose loss
 or norm of the gradient differs ends the rebuilding, since its version would name two sets of weights.
 """
 
 from __future__ import annotations
 
 import asyncio
+import pickle
+import tempfile
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from milkweed.errors import FleetError, MilkweedError
 from milkweed.fleet.supervision import Budget, Event, kind_of
@@ -22,13 +26,24 @@ Ask = Callable[..., Awaitable[list[Any]]]
 SAME = ("loss", "grad_norm", "tokens")
 
 
+class Told(msgspec.Struct, frozen=True):
+    """One call whose effect the ranks hold: where its arguments lie in the file, and the metrics that came of it. `lost`
+    says why the arguments could not be written there, "" where they could."""
+
+    endpoint: str
+    offset: int
+    metrics: dict[str, Any] | None = None
+    lost: str = ""
+
+
 class History:
     """What makes new ranks the ranks that died."""
 
     def __init__(self, name: str, spawn: Callable[[], Awaitable[Replica]], start: tuple[Any, ...], budget: Budget = Budget()) -> None:
         self.name, self._spawn, self._start, self._budget = name, spawn, start, budget
         self._origin: tuple[int | None, int | None] | None = None
-        self._told: list[tuple[str, tuple[Any, ...], dict[str, Any] | None]] = []
+        self._told: list[Told] = []
+        self._file = tempfile.TemporaryFile(prefix="milkweed-steps-", buffering=0)
         self._adopted: tuple[Any, ...] | None = None
         self._saving: PolicyVersion | None = None
         self._failures = 0
@@ -39,27 +54,66 @@ class History:
         if endpoint == "update":
             self._failures = 0
             if answers[0]["metrics"].get("applied", 1.0):
-                self._told.append((endpoint, args, answers[0]["metrics"]))
+                self._keep(endpoint, args, answers[0]["metrics"])
         elif endpoint == "set_lr":
-            self._told.append((endpoint, args, None))
+            self._keep(endpoint, args)
         elif endpoint == "save":  # whole only once `saved` says so; until then it is written again too
-            self._told.append((endpoint, args, None))
+            self._keep(endpoint, args)
             self._saving = version
         elif endpoint == "saved" and all(answers) and self._saving is not None:
-            last = max((i for i, (told, *_) in enumerate(self._told) if told == "save"), default=-1)
-            self._origin, self._told = (self._saving.incarnation, self._saving.step), self._told[last + 1 :]
+            last = max((i for i, told in enumerate(self._told) if told.endpoint == "save"), default=-1)
+            self._origin = (self._saving.incarnation, self._saving.step)
+            self._forget(last + 1)
             self._saving = None
         elif endpoint == "adopt":
             self._adopted = args
         elif endpoint == "load":
             loaded: PolicyVersion = answers[0]["version"]
-            self._origin, self._told = (loaded.incarnation, loaded.step if answers[0]["state"] is not None else None), []
+            self._origin = (loaded.incarnation, loaded.step if answers[0]["state"] is not None else None)
+            self._forget(len(self._told))
             self._saving = None
+
+    def _keep(self, endpoint: str, args: tuple[Any, ...], metrics: dict[str, Any] | None = None) -> None:
+        offset, lost = self._file.seek(0, 2), ""
+        try:
+            self._write(pickle.dumps(args, protocol=5))
+        except OSError as error:  # training goes on; only these steps cannot be trained again
+            lost = f"its batch could not be kept: {error.strerror or error}"
+            self._file.truncate(offset)
+        self._told.append(Told(endpoint, offset, metrics, lost))
+
+    def _forget(self, count: int) -> None:
+        """The first `count` calls are in a checkpoint: their room in the file is given back."""
+        kept, at = self._told[count:], self._file.seek(0, 2)
+        start = kept[0].offset if kept else at
+        if start:
+            self._file.seek(start)
+            rest = self._file.read()
+            self._file.seek(0)
+            self._write(rest)  # over what is there already, so a full disk does not matter
+            self._file.truncate(len(rest))
+        self._told = [msgspec.structs.replace(told, offset=told.offset - start) for told in kept]
+
+    def _write(self, data: bytes) -> None:
+        with memoryview(data) as view:
+            done = 0
+            while done < len(view):  # an unbuffered file may take less than it is given
+                done += self._file.write(view[done:]) or 0
+
+    def _args(self, told: Told) -> tuple[Any, ...]:
+        if told.lost:
+            raise MilkweedError(f"{told.endpoint} cannot be done again: {told.lost}; resume the run from its checkpoint")
+        self._file.seek(told.offset)
+        return pickle.load(self._file)
+
+    def close(self) -> None:
+        """No rebuilding after this; what was kept is gone."""
+        self._file.close()
 
     @property
     def steps(self) -> int:
         """Steps that would have to be trained again."""
-        return sum(endpoint == "update" for endpoint, *_ in self._told)
+        return sum(told.endpoint == "update" for told in self._told)
 
     async def rebuild(self, error: FleetError, dead: Replica, ask: Callable[[Replica], Ask]) -> Replica:
         """New ranks in the state of those of `dead`, which `error` ended. Raises FleetError where they fail too often, or
@@ -94,9 +148,9 @@ class History:
             answer = (await ask("load", incarnation, step))[0]
             if step is not None and answer["version"] != PolicyVersion(incarnation or 0, step):
                 raise MilkweedError(f"checkpoint {step} came back as version {answer['version']}")
-        for endpoint, args, before in self._told:
-            answers = await ask(endpoint, *args)
-            if before is not None:
+        for told in self._told:
+            answers = await ask(told.endpoint, *self._args(told))
+            if (before := told.metrics) is not None:
                 now = answers[0]["metrics"]
                 if different := [k for k in SAME if now.get(k) != before.get(k)]:
                     key = different[0]

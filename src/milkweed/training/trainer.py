@@ -320,6 +320,8 @@ class Trainer:
             except MilkweedError:
                 await self.replica.stop()
                 raise
+        if self.history is not None:
+            self.history.close()
         await self.replica.stop()
 
     async def _call(self, endpoint: str, *args: Any, deadline_s: float | None = None) -> list[Any]:
