@@ -79,6 +79,9 @@ class Plan(msgspec.Struct, kw_only=True):
 
 class Outcome(msgspec.Struct, kw_only=True):
     step_s: float
+    """Of the steps after the pipe was full and before the run had nothing more to begin."""
+    drain_s: float
+    """What the last batches took, for which the slowest samples had to be waited for."""
     trained_per_s: float
     trained_tokens_per_s: float
     generated_tokens: int
@@ -188,13 +191,16 @@ async def _run(plan: Plan, folder: Path) -> Outcome:
     await router.close()
     report = audit(folder, tokens=False)
     skip = min(3 * (plan.staleness + 1), plan.steps // 3)  # until the pipe is full
-    spans = [(b[0] - a[0]) for a, b in zip(batches[skip:], batches[skip + 1 :])] or [end]
+    last = len(batches) - min(plan.staleness + 1, plan.steps // 3)  # from then on nothing new is begun, and the slowest are waited for
+    steady = batches[skip:last]
+    spans = [(b[0] - a[0]) for a, b in zip(steady, steady[1:])] or [end]
     period = sum(spans)
     generated = sum(e.stats.tokens for e in engines)
     return Outcome(
         step_s=statistics.mean(spans),
-        trained_per_s=sum(n for _, n, _ in batches[skip + 1 :]) / period if len(batches) > skip + 1 else batches[0][1] / end,
-        trained_tokens_per_s=sum(n for *_, n in batches[skip + 1 :]) / period if len(batches) > skip + 1 else batches[0][2] / end,
+        drain_s=batches[-1][0] - batches[last - 1][0],
+        trained_per_s=sum(n for _, n, _ in steady[1:]) / period if len(steady) > 1 else batches[0][1] / end,
+        trained_tokens_per_s=sum(n for *_, n in steady[1:]) / period if len(steady) > 1 else batches[0][2] / end,
         generated_tokens=generated,
         masked=masked / max(1, generated),
         dropped=report.dropped,
@@ -304,6 +310,7 @@ def report(plan: Plan, outcomes: dict[int, Outcome], bound_s: float) -> str:
         lines.append(
             f"staleness {staleness}: {o.step_s:8.2f} s a step ({bound_s / o.step_s:4.0%} of the bound), engines busy {o.engines_busy:4.0%}, "
             f"mean lag of a batch's oldest tokens {o.lag:.2f}, at most {o.max_lag}; tokens over the bound and not trained {o.masked:.2%}; "
+            f"the last {min(staleness + 1, plan.steps // 3)} of {plan.steps} steps, with nothing left to begin, {o.drain_s:.0f} s; "
             f"{f'{o.deaths} deaths; ' if o.deaths else ''}at most {o.in_flight} in flight; controller {o.controller_core:.2f} core ({o.controller_us:.0f} us a sample); {o.real_s:.1f} s real for {o.virtual_s:.0f} s"
         )
     best = min(outcomes, key=lambda k: (round(outcomes[k].step_s / bound_s, 2), k))
