@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from milkweed.data import Chat
+from milkweed.environments.conversation import Conversation
 from milkweed.types import Completion, PolicyVersion, Sampling, VersionSpan
+
+USER = [{"role": "user", "content": "what is 12*12?"}]
 
 # what matters of each: its marks, where tools go, how tool messages are written, what it does to earlier turns
 QWEN3 = """
@@ -163,3 +168,43 @@ class Scripted:
             text=self.chat.decode(ids),
             engine="rollout0",
         )
+
+
+def times(a: int, b: int) -> int:
+    """Multiplies."""
+    return a * b
+
+
+def talk_of(chat, lines, messages=USER, **kw):
+    router = Scripted(chat, lines)
+    kw.setdefault("sampling", Sampling(max_tokens=512))
+    return Conversation(chat, router.sample, messages, **kw), router
+
+
+def play(chat, lines, work, **kw):
+    async def run():
+        talk, router = talk_of(chat, lines, **kw)
+        return await work(talk), talk, router
+
+    return asyncio.run(run())
+
+
+async def through(talk):
+    async for reply in talk:
+        await talk.run_tools(reply)
+    return talk.trajectory(reward=1.0)
+
+
+def check_exact(t, router, chat):
+    """Every prompt that the engine was given is a prefix of the trajectory, and the mask is on what it answered."""
+    sampled = [i for s in t.sequences for i, m in zip(s.token_ids, s.loss_mask, strict=True) if m]
+    assert len(sampled) == t.sampled
+    for s in t.sequences:
+        covered = [p for span in s.versions for p in range(span.start, span.end)]
+        assert covered == [i for i, m in enumerate(s.loss_mask) if m]
+        assert all(lp == 0 for lp, m in zip(s.logprobs, s.loss_mask, strict=True) if not m)
+        spans = [(a.start, a.end) for a in s.turns]
+        assert spans[0][0] == 0 and spans[-1][1] == len(s.token_ids)
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(spans))
+    for ids in router.asked:
+        assert any(s.token_ids[: len(ids)] == ids for s in t.sequences)
