@@ -66,6 +66,7 @@ class WeightPlane:
         self._nbytes = 0
         self._known: dict[str, str] = {}
         self._planned = False
+        self._measured = False
         self._warned: set[str] = set()
         self._settling: asyncio.Task[None] | None = None
         self._turn = asyncio.Lock()
@@ -379,7 +380,8 @@ class WeightPlane:
 
     def _watch(self, nbytes: int, seconds: float) -> None:
         speed = nbytes / max(seconds, 1e-9) / 1e9
-        _log.debug("%.1f MB reached the hosts in %.4f s, %.2f GB/s", nbytes / 1e6, seconds, speed)
+        _log.log(logging.DEBUG if self._measured else logging.INFO, "%.1f MB reached the hosts in %.4f s, %.2f GB/s", nbytes / 1e6, seconds, speed)
+        self._measured = True
         if nbytes > 64 << 20 and speed < FLOOR_GB_S:
             ways = ", ".join(f"{h} by {w}" for h, w in self.ways.items())
             self._say(f"weights travel at {speed:.2f} GB/s only, below {FLOOR_GB_S:g} ({ways}): `milkweed doctor` measures why")
