@@ -19,7 +19,7 @@ class Router:
     def __init__(self):
         self.version, self.asked = PolicyVersion(), []
 
-    async def sample(self, token_ids, sampling, *, session):
+    async def sample(self, token_ids, sampling, *, name):
         self.asked.append(list(token_ids))
         span = VersionSpan(0, 1, self.version)
         return Completion(prompt_ids=list(token_ids), token_ids=[9], logprobs=[-0.5], finish_reason="stop", versions=[span], sampling=sampling, text="x")
@@ -112,7 +112,7 @@ def test_one_lost_update_is_said_and_made_good_and_the_second_in_a_row_is_raised
 def test_groups_from_a_list_are_counted_too(tmp_path):
     said, mesh = [], Mesh()
     f = flow(tmp_path, mesh, said, staleness=1)
-    completion = run_virtual(mesh.rollout.sample([1, 2], Sampling(), session="s"))
+    completion = run_virtual(mesh.rollout.sample([1, 2], Sampling(), name="s"))
     for n in range(3):
         group = Group(id=f"{n}/p", prompt=prompts(1)[0], trajectories=[completion.trajectory(reward=1.0), completion.trajectory()])
         group.trajectories[1].index, group.trajectories[1].dropped = 1, "RewardError: it raised"
@@ -166,7 +166,7 @@ def test_evaluation_runs_beside_training_under_the_version_it_names_and_nothing_
         async def exam():
             for _ in range(10):
                 await asyncio.sleep(1)
-                seen.append((await mesh.rollout.sample([1], Sampling(), session="exam")).versions[0].version)
+                seen.append((await mesh.rollout.sample([1], Sampling(), name="exam")).versions[0].version)
 
         began = loop.time()
         for step in range(4):

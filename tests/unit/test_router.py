@@ -154,16 +154,6 @@ def test_a_teacher_asks_for_each_packed_sequence_and_puts_the_answers_where_its_
     scenario(2, work)
 
 
-def test_a_session_stays_on_its_engine() -> None:
-    async def work(router: Router, replicas: list[FakeReplica]) -> None:
-        first = await router.sample([1], session="a")
-        for other in range(3):
-            await router.sample([other], session=f"other{other}")
-            assert (await router.sample([1], session="a")).engine == first.engine
-
-    scenario(3, work)
-
-
 def test_an_engine_gets_no_more_than_its_bound_and_the_rest_wait_in_order() -> None:
     async def work(router: Router, replicas: list[FakeReplica]) -> None:
         (replica,) = replicas
@@ -182,7 +172,7 @@ def test_only_the_dead_engines_samples_are_sent_elsewhere() -> None:
     async def work(router: Router, replicas: list[FakeReplica]) -> None:
         for r in replicas:
             r.gate.clear()
-        tasks = [asyncio.create_task(router.sample([i], session=str(i))) for i in range(8)]
+        tasks = [asyncio.create_task(router.sample([i])) for i in range(8)]
         await asyncio.sleep(0.05)
         lost = set(replicas[0].held)
         replicas[0].die()
@@ -309,13 +299,13 @@ def test_a_broken_engine_gives_its_samples_to_another() -> None:
         replicas[0].stats.cause = "half a version"
         replicas[0].answer = lambda r: EngineReply(id=r.id, error="half a version", blame="engine")
         replicas[0].gate.clear()
-        task = asyncio.create_task(router.sample([5], session="s"))
+        task = asyncio.create_task(router.sample([5]))
         await asyncio.sleep(0.02)
         assert replicas[0].held
         replicas[0].stats.state = "broken"
         replicas[0].gate.set()
         assert (await task).engine == "rollout1"
-        assert (await router.sample([6], session="s")).engine == "rollout1"
+        assert (await router.sample([6])).engine == "rollout1"
         replicas[0].answer = good
 
     scenario(2, work)

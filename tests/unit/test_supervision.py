@@ -253,7 +253,7 @@ def kept(count: int, work: Any) -> None:
 def test_one_engine_becomes_three_and_one_again_and_nothing_is_lost():
     async def work(router: Router, fleet: Hosts, upkeep: Upkeep, events: list[Event]) -> None:
         fleet.replicas[0].gate.clear()
-        tasks = [asyncio.create_task(router.sample([i], session=str(i))) for i in range(6)]
+        tasks = [asyncio.create_task(router.sample([i])) for i in range(6)]
         await router.scale(3)
         assert sorted(router.versions()) == ["rollout0", "rollout1", "rollout2"]
         done = await asyncio.gather(*(router.sample([i]) for i in range(8)))

@@ -97,6 +97,9 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Ranks inside each engine."""
     threads: int = 1
     """CPU threads of each rank."""
+    overlap_score_weight: float = 16
+    """How many samples in flight more than the least busy engine one may have and still be given a sample, for each 1000
+    tokens of its prompt that it holds the KV of; 0 goes by load alone."""
     engine: dict[str, Any] = {}
     """Handed to SGLang's ServerArgs as they are."""
 
@@ -188,6 +191,10 @@ class MeshConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 least = 0 if (table, key) in WITHOUT else 1
                 if isinstance(value, int) and not isinstance(value, bool) and not key.endswith("_s") and value < least:
                     raise self._wrong(f"{table}.{key}", f"{value} is too few; at least {least}")
+        for table in ("rollout", "teacher"):
+            weight = getattr(getattr(self, table), "overlap_score_weight", 0)
+            if not 0 <= weight < float("inf"):
+                raise self._wrong(f"{table}.overlap_score_weight", f"{weight:g} is no weight; it must be 0 or above")
         if not self.hosts.notice_s > 0:
             raise self._wrong("hosts.notice_s", f"{self.hosts.notice_s:g} is no time to hand over in; it must be above 0")
         try:

@@ -66,7 +66,7 @@ class Engines:
         self._sampling = sampling or Sampling(temperature=0.0, max_tokens=512)
 
     async def ask(self, messages: list[dict[str, Any]]) -> str:
-        completion = await self._router.sample(self._chat.ids(messages), self._sampling, session=None)
+        completion = await self._router.sample(self._chat.ids(messages), self._sampling)
         return completion.text
 
 

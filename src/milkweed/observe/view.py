@@ -98,7 +98,9 @@ class View:
         """What is known of a step, by name: a run without engines has no reward and samples no tokens."""
         forms = {"reward": ".3f", "loss": "+.4f", "tokens_per_s": ".0f", "version": ""}
         names = {"tokens_per_s": "tokens/s", "version": "weights"}
-        return [(names.get(k, k), format(row[k], form)) for k, form in forms.items() if row.get(k) is not None]
+        said = [(names.get(k, k), format(row[k], form)) for k, form in forms.items() if row.get(k) is not None]
+        prompts = row.get("kv", {}).get("computed", 0) + row.get("kv", {}).get("reused", 0)
+        return [*said, ("cached", f"{row['kv']['reused'] / prompts:.0%}")] if prompts else said
 
     def _render(self):
         row, table = self._row, Table.grid(padding=(0, 2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from milkweed.rollout.protocol import EngineStats
 from milkweed.rollout.records import ByLoad, Engine, EngineReplica
@@ -19,6 +20,7 @@ class Crew:
         self.wanted = wanted
         self._gone_tokens = 0
         self._gone_busy_s = 0.0
+        self._gone_prefilled: dict[str, dict[str, int]] = {}
         for engine in self.engines[wanted:]:
             engine.standby = True
         self.by_load = ByLoad(self.engines)
@@ -46,9 +48,11 @@ class Crew:
 
     def remove(self, engine: Engine) -> None:
         """Forget one that is dead or has left; what it did stays counted."""
+        gone = self.prefilled()[engine.replica.name]
         self.engines.remove(engine)
         self._gone_tokens += engine.stats.tokens
         self._gone_busy_s = max(self._gone_busy_s, engine.stats.busy_s - engine.busy_at_start)
+        self._gone_prefilled[engine.replica.name] = gone
         self.by_load = ByLoad(self.engines)
 
     def muster(self) -> None:
@@ -65,6 +69,16 @@ class Crew:
     def tokens(self) -> int:
         """Tokens sampled by all engines since the router began."""
         return self._gone_tokens + sum(e.stats.tokens for e in self.engines)
+
+    def prefilled(self) -> dict[str, Any]:
+        """Since the router began, in all and by engine's name: tokens of finished samples' prompts that were `computed` when
+        the sample was begun, and those `reused`, whose KV was there. What updates made engines compute again is in neither."""
+        by_name = {name: dict(counts) for name, counts in self._gone_prefilled.items()}
+        for e in self.engines:
+            counts = by_name.setdefault(e.replica.name, {"computed": 0, "reused": 0})
+            counts["computed"] += e.stats.prompt_tokens - e.stats.cached_tokens
+            counts["reused"] += e.stats.cached_tokens
+        return {key: sum(c[key] for c in by_name.values()) for key in ("computed", "reused")} | by_name
 
     def begin_stretch(self) -> None:
         """From here `stretch_s` counts."""

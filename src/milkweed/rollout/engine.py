@@ -170,6 +170,7 @@ class RolloutEngine:
             idle_at=self._idle_at,
             start_s=engine.start_s if engine else 0.0,
             context_length=engine.context_length if engine else 0,
+            pool_tokens=engine.pool_tokens if engine else 0,
             pids={"engine": os.getpid()} | (engine.pids if engine else {}),
         )
 

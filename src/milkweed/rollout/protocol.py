@@ -66,7 +66,8 @@ class EngineReply(msgspec.Struct, array_like=True, kw_only=True):
 
 class EngineStats(msgspec.Struct, kw_only=True):
     """`busy_s` is the wall time with at least one request running, `tokens` counts sampled tokens; both since start.
-    `idle_at` is when the last request ended (Unix time).
+    Of `prompt_tokens`, those of finished requests, `cached_tokens` were not computed. `pool_tokens` is what its KV has room
+    for. `idle_at` is when the last request ended (Unix time).
     `pids` are the engine's own processes by name."""
 
     version: PolicyVersion
@@ -81,6 +82,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
     idle_at: float = 0.0
     start_s: float = 0.0
     context_length: int = 0
+    pool_tokens: int = 0
     pids: dict[str, int] = {}
 
 

@@ -43,11 +43,13 @@ class UpdateReport(msgspec.Struct):
 class Pending:
     """One sample on its way. `engine` is where it was sent, None while it waits for room."""
 
-    __slots__ = ("request", "future", "engine", "session", "lost")
+    __slots__ = ("request", "future", "engine", "lost", "blocks")
 
-    def __init__(self, request: EngineRequest, future: asyncio.Future[EngineReply], session: str | None) -> None:
-        self.request, self.future, self.session = request, future, session
+    def __init__(self, request: EngineRequest, future: asyncio.Future[EngineReply]) -> None:
+        self.request, self.future = request, future
         self.engine: Engine | None = None
+        self.blocks: tuple[PolicyVersion, list[int]] | None = None
+        """What `affinity.blocks` makes of its prompt under a version."""
         self.lost: list[str] = []
         """The engines that failed under it."""
 

@@ -1,15 +1,16 @@
-"""The controller's side of the engines: samples go to the least loaded, stay with their session, and go elsewhere when
-an engine dies."""
+"""The controller's side of the engines: samples go to the least loaded or to where their prefix is, and elsewhere when an
+engine dies."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from milkweed.errors import ConfigError, DataError, DeadlineExceeded, FleetError, PeerDied
+from milkweed.rollout.affinity import Prefixes
 from milkweed.rollout.crew import Crew
 from milkweed.rollout.protocol import (
     Collected,
@@ -39,17 +40,23 @@ RESENDS = 2
 class Router(Updates):
     """Samples from all engines as from one.
 
-    Each sample goes to its session's engine, else to the one with the fewest samples in flight; at most `max_in_flight`
-    are given to an engine, the rest wait here in order. Samples asked for in one turn of the event loop travel in one
-    message. Make it with `spawn`, or from started engines with `Router(replicas, stats)`; the last `standby` of them get
-    no samples until another fails.
+    Each sample goes to the engine with the fewest samples in flight, where for each 1000 tokens of its prompt that an
+    engine holds the KV of, that one may have `overlap_score_weight` more; at most `max_in_flight` are given to an engine, the
+    rest wait here in order. Samples asked for in one turn of the event loop travel in one message. Make it with `spawn`, or
+    from started engines with `Router(replicas, stats)`; the last `standby` of them get no samples until another fails.
 
     With `on_lost` set somebody brings new engines (`join`): samples then wait for these where no engine serves, until
     `end` says that none will come.
     """
 
     def __init__(
-        self, replicas: Sequence[EngineReplica], stats: Sequence[EngineStats], *, max_in_flight: int = 256, standby: int = 0
+        self,
+        replicas: Sequence[EngineReplica],
+        stats: Sequence[EngineStats],
+        *,
+        max_in_flight: int = 256,
+        standby: int = 0,
+        overlap_score_weight: float = 16.0,
     ) -> None:
         if len(replicas) <= standby:
             raise ValueError("a router needs at least one engine that serves")
@@ -64,7 +71,7 @@ class Router(Updates):
         self.version = min(s.version for s in stats)
         """The newest version that any engine serves; engines that missed it get no samples."""
         self._waiting: deque[Pending] = deque()
-        self._sessions: OrderedDict[str, Engine] = OrderedDict()
+        self._prefixes = Prefixes(overlap_score_weight)
         self._ids = itertools.count()
         self._in_flight = 0
         self._busy_s = 0.0
@@ -92,8 +99,8 @@ class Router(Updates):
 
         launcher = Launcher(fleet, model, role=role, version=version, dtype=dtype, deadline_s=deadline_s)
         up = await launcher.all()
-        standby = fleet.mesh.engines(role).standby
-        router = cls([r for r, _ in up], [s for _, s in up], max_in_flight=max_in_flight, standby=standby)
+        c, replicas, stats = fleet.mesh.engines(role), [r for r, _ in up], [s for _, s in up]
+        router = cls(replicas, stats, max_in_flight=max_in_flight, standby=c.standby, overlap_score_weight=c.overlap_score_weight)
         router.launcher = launcher
         return router
 
@@ -151,32 +158,30 @@ class Router(Updates):
         token_ids: Sequence[int],
         sampling: Sampling | None = None,
         *,
-        session: str | None = None,
         name: str = "",
         deadline_s: float = 900.0,
     ) -> Completion:
-        """One completion of `token_ids`. `name` (else `session`) says in errors whose sample it was.
+        """One completion of `token_ids`. `name` says in errors whose sample it was.
 
         Raises DataError for a request that fits no engine (a prompt longer than the context), SampleError when
         sampling it failed, FleetError when no engine is left, DeadlineExceeded after `deadline_s`. Cancelling the call
         stops the sample in its engine.
         """
-        who = name or session or ""
-        request = EngineRequest(f"r{next(self._ids)}", list(token_ids), sampling or Sampling(), who)
-        return completion(request, *await self._ask(request, session, deadline_s))
+        request = EngineRequest(f"r{next(self._ids)}", list(token_ids), sampling or Sampling(), name)
+        return completion(request, *await self._ask(request, deadline_s))
 
     async def score(self, token_ids: Sequence[int], top: int, *, name: str, deadline_s: float = 900) -> EngineReply:
         """How likely each of `token_ids` is given those before it, at temperature 1: `logprobs` (0 for the first), and
         the `top` likeliest words for each token after the first in `top_ids` and `top_logprobs`, best first. Nothing is
         sampled. Raises as `sample` does."""
         request = EngineRequest(f"r{next(self._ids)}", list(token_ids), Sampling(), name, top)
-        return (await self._ask(request, None, deadline_s))[0]
+        return (await self._ask(request, deadline_s))[0]
 
-    async def _ask(self, request: EngineRequest, session: str | None, deadline_s: float) -> tuple[EngineReply, Engine]:
+    async def _ask(self, request: EngineRequest, deadline_s: float) -> tuple[EngineReply, Engine]:
         """The answer to `request`, and whose it is."""
         if self._closed:
             raise FleetError("rollout", "refused", "the router was closed")
-        p = Pending(request, asyncio.get_running_loop().create_future(), session)
+        p = Pending(request, asyncio.get_running_loop().create_future())
         self._enter()
         due = self._deadlines.add(p, deadline_s)
         try:
@@ -195,32 +200,19 @@ class Router(Updates):
         assert p.engine is not None
         return reply, p.engine
 
-    def end_session(self, session: str) -> None:
-        """Forgets which engine served `session` (it would be forgotten in time)."""
-        self._sessions.pop(session, None)
-
     def _place(self, p: Pending) -> None:
         """Gives `p` to an engine or lets it wait; fails it when no engine can ever take it."""
         if p.future.done():
             return
-        engine = self._sessions.get(p.session) if p.session is not None else None
-        if engine is None or not engine.usable or len(engine.pending) >= self.max_in_flight:
-            engine = self.crew.by_load.least()
-            if engine is None and self.expects:
-                self._waiting.append(p)
-                return
-            if engine is None:
-                p.future.set_exception(self._ended or self._nobody())
-                return
-        if len(engine.pending) >= self.max_in_flight:
+        least = self.crew.by_load.least()
+        if least is None and not self.expects:
+            p.future.set_exception(self._ended or self._nobody())
+            return
+        if least is None or len(least.pending) >= self.max_in_flight:
             self._waiting.append(p)
             return
-        if p.session is not None:
-            self._sessions[p.session] = engine
-            self._sessions.move_to_end(p.session)
-            while len(self._sessions) > 65536:
-                self._sessions.popitem(last=False)
-        p.engine = engine
+        p.engine = engine = self._prefixes.choose(p, self.version, least, self.max_in_flight)
+        self._prefixes.given(engine, p)
         engine.pending[p.request.id] = p
         self.crew.by_load.changed(engine)
         engine.outbox.append(p.request)
@@ -288,6 +280,7 @@ class Router(Updates):
             if reply.error is not None and reply.blame == "engine":
                 again.append(p)
             else:
+                self._prefixes.sampled(engine, p, reply.token_ids)
                 p.future.set_result(reply)
         self.crew.by_load.changed(engine)
         if stats.state == "dead":
@@ -304,6 +297,7 @@ class Router(Updates):
         if engine.dead is not None:
             return
         engine.dead = error
+        self._prefixes.forget(engine)
         self.crew.muster()
         engine.outbox, engine.aborts = [], []
         lost, engine.pending = [*more, *engine.pending.values()], {}
@@ -358,6 +352,12 @@ class Router(Updates):
     def tokens(self) -> int:
         """Tokens sampled by all engines since they started."""
         return self.crew.tokens
+
+    @property
+    def kv(self) -> dict[str, Any]:
+        """Since the router began: `Crew.prefilled`; samples that went where (some of) their prefix was (`prefix_hits`), and
+        those that did not, since the engines that hold it were too busy (`prefix_passed`)."""
+        return self.crew.prefilled() | {"prefix_hits": self._prefixes.hits, "prefix_passed": self._prefixes.passed}
 
     @property
     def busy_s(self) -> float:

@@ -146,6 +146,7 @@ class SGLang:
         self._aborted: set[str] = set()
         self.tokenizer = self._manager.tokenizer
         self.context_length: int = self._manager.context_len
+        self.pool_tokens: int = self._engine._scheduler_init_result.scheduler_infos[0]["max_total_num_tokens"]
         self.longest_prompt: int = self._manager.max_req_input_len - 1
         self.deterministic: bool = bool(self._engine.server_args.enable_deterministic_inference)
         self.start_s = time.monotonic() - started

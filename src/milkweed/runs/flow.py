@@ -150,7 +150,7 @@ class Flow:
         async def make(prompt: Prompt, issue: Issue, sample: int, attempt: int) -> Trajectory:
             known = turns.pop((issue.number, sample), ())
             drawn = seeds(c.seed, issue.group, sample) if c.deterministic else None
-            policy = (router, sampling, issue.group, self.mesh.reward, self.mesh.chat, drawn, self.mesh.environment)
+            policy = (router, sampling, f"{issue.group}/{sample}", self.mesh.reward, self.mesh.chat, drawn, self.mesh.environment)
             handle = Journal(*policy, ledger=self.ledger, number=issue.number, sample=sample, known=known)
             several = await sample_players(
                 env, prompt, lambda: handle, issue.group, sample, sampling=sampling, seed=c.seed, deadline_s=c.trajectory_deadline_s, retries=0, again=attempt > 0

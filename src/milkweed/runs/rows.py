@@ -29,6 +29,7 @@ class Rows:
         self._faults = folder / "faults.jsonl"
         self._samples = SampleLog(folder, per_step=config.samples_logged, resumed_at=resumed_at)
         self._step: dict[str, Any] = {}
+        self._kv: dict[str, Any] = {}
 
     def fault(self, step: int, event: Event) -> None:
         """Says a fault, or what came of it, and appends it to faults.jsonl."""
@@ -43,14 +44,15 @@ class Rows:
         with self._faults.open("ab") as file:
             file.write(msgspec.json.encode(row) + b"\n")
 
-    def sampled(self, step: int, groups: list[Group], began: float, generate: float, reward: float, more: dict[str, float]) -> None:
+    def sampled(self, step: int, groups: list[Group], began: float, generate: float, reward: float, more: dict[str, float], kv: dict[str, Any]) -> None:
         """Begins the row of `step`, whose groups were asked for at `began` (monotonic) and took the engines `generate`
-        seconds, the scorers `reward` more after those. Raises DataError where not one trajectory of them was scored, with the reasons."""
+        seconds, the scorers `reward` more after those. `kv` is what `Router.kv` says now. Raises DataError where not one trajectory of them was scored, with the reasons."""
         scored = [t for g in groups for t in g.scored]
         if not scored:
             reasons = "; ".join(sorted({t.dropped or "?" for g in groups for t in g.trajectories})[:5])
             raise DataError(f"step {step}: not one of {sum(len(g.trajectories) for g in groups)} trajectories could be scored: {reasons}")
         tokens = sum(t.sampled for t in scored)
+        before, self._kv = self._kv, kv
         self._step = {
             "began": began,
             "generate": generate,
@@ -64,6 +66,7 @@ class Rows:
                 "dropped": drops(groups),
                 "finish": _fractions([t.finish_reason for t in scored]),
                 **more,
+                "kv": _since(before, kv),
             },
         }
 
@@ -115,6 +118,11 @@ def _resident() -> int:
     """Bytes of memory that this process holds."""
     with open("/proc/self/statm", "rb") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def _since(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """What was counted between two looks at counters, nested or not."""
+    return {k: _since(before.get(k, {}), v) if isinstance(v, dict) else v - before.get(k, 0) for k, v in now.items()}
 
 
 def _fractions(names: Sequence[str]) -> dict[str, float]:

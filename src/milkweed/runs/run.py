@@ -149,7 +149,7 @@ class Run:
         if self.mesh.reward is not None:  # what was scored while engines still sampled is their time, not the scorers'
             alone = self.mesh.reward.idle_at - self.mesh.rollout.idle_at
             reward = min(self.mesh.reward.busy_s - reward_busy, max(0.0, alone))
-        self._rows.sampled(self.step + 1, groups, began, self.mesh.rollout.busy_s - busy, reward, self._flow.metrics())
+        self._rows.sampled(self.step + 1, groups, began, self.mesh.rollout.busy_s - busy, reward, self._flow.metrics(), self.mesh.rollout.kv)
 
     async def train(self, batch: Batch, loss: Loss, *, role: Literal["trainer", "critic"] = "trainer") -> dict[str, float]:
         """One optimiser step of the policy (or the critic), whole or not at all, also when interrupted. Returns its

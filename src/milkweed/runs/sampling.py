@@ -20,21 +20,20 @@ from milkweed.types import Completion, Environment, Group, Policy, Prompt, Sampl
 
 
 class Handle:
-    """The policy as an environment sees it. `session` keeps a trajectory's turns (and a group's samples) on one
-    engine, where their prefix is cached; `scorer` is what rewards are run on; `template` is the model's `Chat`; `seeds`
-    gives the seed of the n-th sample, for deterministic sampling; `workers` run the environment (None: here)."""
+    """The policy as an environment sees it. `name` says in errors whose samples they are; `scorer` is what rewards are
+    run on; `template` is the model's `Chat`; `seeds` gives the seed of the n-th sample, for deterministic sampling; `workers` run the environment (None: here)."""
 
     def __init__(
         self,
         router: Any,
         sampling: Sampling,
-        session: str,
+        name: str,
         scorer: Any = None,
         template: Any = None,
         seeds: Callable[[int], int] | None = None,
         workers: Any = None,
     ):
-        self._router, self._sampling, self._session, self.scorer, self._template = router, sampling, session, scorer, template
+        self._router, self._sampling, self._name, self.scorer, self._template = router, sampling, name, scorer, template
         self._seeds, self._asked = seeds, itertools.count()
         self.workers = workers
         self._threads: dict[str, Threads] = {}
@@ -48,7 +47,7 @@ class Handle:
     async def sample(self, token_ids: Sequence[int], sampling: Sampling | None = None) -> Completion:
         """One completion of `token_ids`. Raises DataError for a prompt that does not fit the context, FleetError
         when no engine is left, DeadlineExceeded when none answered in time."""
-        return await self._router.sample(token_ids, self._seeded(sampling), session=self._session)
+        return await self._router.sample(token_ids, self._seeded(sampling), name=self._name)
 
     def _seeded(self, sampling: Sampling | None) -> Sampling:
         sampling = sampling or self._sampling
@@ -226,7 +225,6 @@ async def sample_groups(
     key: str,
     seed: int = 0,
     deadline_s: float = 600.0,
-    sticky: bool = True,
     retries: int = 1,
     deterministic: bool = False,
 ) -> list[Group]:
@@ -243,7 +241,7 @@ async def sample_groups(
 
     def handle(group: str, index: int) -> Handle:
         drawn = seeds(seed, group, index) if deterministic else None
-        return Handle(router, sampling, group if sticky else f"{group}/{index}", scorer, chat, drawn, workers)
+        return Handle(router, sampling, f"{group}/{index}", scorer, chat, drawn, workers)
 
     async def one(p: Prompt, g: str, i: int) -> list[Trajectory]:
         return await sample_players(

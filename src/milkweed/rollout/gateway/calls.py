@@ -18,13 +18,13 @@ LOOK_S = 1.0
 
 
 class Bare:
-    """The router as a policy, without a session."""
+    """The router as a policy; `name` says in errors whose samples they are."""
 
-    def __init__(self, router: Any, session: str | None = None) -> None:
-        self._router, self._session = router, session
+    def __init__(self, router: Any, name: str = "") -> None:
+        self._router, self._name = router, name
 
     async def sample(self, token_ids: list[int], sampling: Sampling) -> Completion:
-        return await self._router.sample(token_ids, sampling, session=self._session)
+        return await self._router.sample(token_ids, sampling, name=self._name)
 
 
 class Gone(Exception):
