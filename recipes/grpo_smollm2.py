@@ -12,7 +12,7 @@ class Config(mw.RunConfig, kw_only=True):
 
     model: str = ""
     """Model folder; empty converts the package's (a minute, once, kept under models/)."""
-    steps: int = 60
+    steps: int = 40
     prompts: int = 4
     """Prompts a step."""
     samples: int = 8
