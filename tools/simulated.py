@@ -11,10 +11,28 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from milkweed.rollout.protocol import Collected, CommitReport, EngineReply, EngineRequest, EngineStats, decode_requests, encode
-from milkweed.types import PolicyVersion, VersionSpan
+from milkweed.rollout.answers import join, since
+from milkweed.rollout.protocol import (
+    Begun,
+    Collected,
+    CommitReport,
+    EngineReply,
+    EngineRequest,
+    EngineStats,
+    Progress,
+    decode_requests,
+    encode,
+)
+from milkweed.types import FinishReason, PolicyVersion, VersionSpan
 
 MESH_UPDATE_S = 0.1
+
+
+def _whole(request: EngineRequest, length: int, spans: list[tuple[int, PolicyVersion]]) -> Begun:
+    """What was begun of `request` elsewhere, and `length` tokens more, of which those from each span's start on have its version."""
+    edges = [*spans, (length, PolicyVersion())]
+    versions = [VersionSpan(a, b, v) for (a, v), (b, _) in zip(edges, edges[1:]) if b > a]
+    return join(request.begun, Begun([7] * length, [-0.5] * length, versions))
 
 
 class EngineModel:
@@ -28,6 +46,8 @@ class EngineModel:
     """Of all models."""
     factor = 1.0
     """How much slower all of them are at present."""
+    tells = False
+    """Whether it says how far its samples are, whenever it says anything."""
 
     def __init__(
         self, name: str, *, slots: int, token_s: float, running_s: float, length: Callable[[], int], restart_s: float = 0.0
@@ -46,6 +66,7 @@ class EngineModel:
         self._replies: list[EngineReply] = []
         self._waiter: asyncio.Future[None] | None = None
         self._paused_until = 0.0
+        self._told: dict[str, int] = {}
         self.restart_s = restart_s
 
     async def call_one(self, endpoint: str, *args: Any, deadline_s: float) -> Any:
@@ -57,7 +78,7 @@ class EngineModel:
                     await self._wait(args[0], args[1])
                     began = time.process_time()
                 replies, self._replies = self._replies, []
-                return encode(Collected(replies, self.stats))
+                return encode(Collected(replies, self.stats, self._progress() if self.tells else []))
             if endpoint == "submit":
                 self._advance()
                 self._queue.extend(decode_requests(args[0]))
@@ -67,8 +88,9 @@ class EngineModel:
                 self._advance()
                 gone = set(args[0])
                 self._queue = deque(r for r in self._queue if r.id not in gone)
-                for id in gone:
-                    self._running.pop(id, None)
+                for id in gone & self._running.keys():
+                    request, start, length, spans = self._running.pop(id)
+                    self._reply(request, start, min(length, int(self._clock - start)), spans, "abort")
                 self._admit()
                 self._schedule()
             elif endpoint == "close":
@@ -145,15 +167,32 @@ class EngineModel:
         while self._queue and len(self._running) < self.slots:
             request = self._queue.popleft()
             length = min(self.length(), 1 << 20)
+            if request.begun is not None:
+                length = max(1, length - len(request.begun.token_ids))
             self._running[request.id] = (request, self._clock, length, [(0, self.stats.version)])
             heapq.heappush(self._ends, (self._clock + length, next(self._count), request.id))
 
-    def _reply(self, request: EngineRequest, start: float, length: int, spans: list[tuple[int, PolicyVersion]]) -> None:
-        edges = [*spans, (length, PolicyVersion())]
-        versions = [VersionSpan(a, b, v) for (a, v), (b, _) in zip(edges, edges[1:]) if b > a]
+    def _reply(
+        self, request: EngineRequest, start: float, length: int, spans: list[tuple[int, PolicyVersion]], reason: FinishReason = "stop"
+    ) -> None:
+        whole = _whole(request, length, spans)
         self.stats.tokens += length
-        self._replies.append(EngineReply(id=request.id, token_ids=[7] * length, logprobs=[-0.5] * length, finish_reason="stop", versions=versions))
+        self._replies.append(
+            EngineReply(id=request.id, token_ids=whole.token_ids, logprobs=whole.logprobs, finish_reason=reason, versions=whole.versions)
+        )
+        self._told.pop(request.id, None)
         self._wake()
+
+    def _progress(self) -> list[Progress]:
+        self._advance()
+        news = []
+        for id, (request, start, length, spans) in self._running.items():
+            whole = _whole(request, min(length - 1, int(self._clock - start)), spans)
+            told = self._told.get(id, len(request.begun.token_ids) if request.begun else 0)
+            if len(whole.token_ids) > told:
+                news.append(Progress(id, told, since(whole, told)))
+                self._told[id] = len(whole.token_ids)
+        return news
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

@@ -48,6 +48,8 @@ class Tally(msgspec.Struct):
 class StruckEngine(EngineModel):
     """An engine model that can die, hang, raise, slow down, or get its weights wrong."""
 
+    tells = True
+
     def __init__(self, index: int, version: PolicyVersion, dice: random.Random, *, length: int, slots: int, token_s: float) -> None:
         super().__init__(f"rollout{index}", slots=slots, token_s=token_s, running_s=token_s / 20, length=lambda: dice.randint(1, 2 * length))
         self.stats = EngineStats(version=version, state="serving", context_length=1 << 20)
@@ -216,7 +218,8 @@ class Life:
 
         async def env(prompt: Prompt, policy: Any) -> Any:
             completion = await policy.sample(prompt.token_ids)
-            if sum(v.end - v.start for v in completion.versions) != len(completion.token_ids):
+            edges = [0, *(x for v in completion.versions for x in (v.start, v.end)), len(completion.token_ids)]
+            if edges[::2] != edges[1::2]:
                 raise AssertionError("tokens without a version")
             return completion.trajectory(reward=float(len(completion.token_ids) % 2))
 

@@ -312,11 +312,11 @@ def test_the_checksum_is_that_of_an_engine_started_from_the_same_folder(rig: Rig
     assert rig.run(fresh(), 240) == committed
 
 
-def test_the_samples_of_a_killed_engine_are_done_again_elsewhere(rig: Rig) -> None:
+def test_the_samples_of_a_killed_engine_go_on_elsewhere_from_their_tokens(rig: Rig) -> None:
     async def work() -> tuple[list[Completion], float]:
-        s = Sampling(max_tokens=300, ignore_eos=True)
+        s = Sampling(max_tokens=600, ignore_eos=True)
         tasks = [asyncio.create_task(rig.router.sample([*PROMPT, i], s)) for i in range(6)]
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.6)
         assert rig.router.load["rollout0"] == rig.router.load["rollout1"] == 3
         stats, start = rig.router.stats()["rollout0"], time.monotonic()
         os.kill(stats.pids["scheduler0"], signal.SIGKILL)
@@ -324,9 +324,12 @@ def test_the_samples_of_a_killed_engine_are_done_again_elsewhere(rig: Rig) -> No
             await asyncio.sleep(0.01)
         return await asyncio.gather(*tasks), time.monotonic() - start
 
+    before = rig.router.stats()["rollout1"].tokens
     done, _ = rig.run(work(), 120)
+    carried = 6 * 600 - (rig.router.stats()["rollout1"].tokens - before)
+    assert 3 * 32 <= carried < 3 * 600, "what the killed one had sampled was not sampled again"
     assert {c.engine for c in done} == {"rollout1"}
-    assert all(len(c.token_ids) == 300 and rig.worst(c) < 1e-4 for c in done)
+    assert all(len(c.token_ids) == 600 and rig.worst(c) < 1e-4 for c in done)
     assert "SIGKILL" in rig.router.stats()["rollout0"].cause
     assert rig.router.load == {"rollout0": 0, "rollout1": 0, "": 0}
     # the whole process this time, and nobody is left

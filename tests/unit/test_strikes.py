@@ -24,7 +24,7 @@ def test_200_strikes_lose_double_and_hang_nothing_and_hit_every_window(tmp_path)
 
 def test_strikes_are_not_survived_where_nothing_is_replaced(tmp_path, monkeypatch):
     monkeypatch.setattr(Life, "_bring", lambda self, index: _never())
-    tally = simulate_strikes(25, 7, tmp_path)
+    tally = simulate_strikes(100, 7, tmp_path)
     assert tally.problems or tally.hangs
 
 

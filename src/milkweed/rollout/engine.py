@@ -6,7 +6,6 @@ A plain class for any event loop; `actor.py` makes it a Monarch actor.
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import time
 from typing import Any
@@ -15,8 +14,10 @@ import msgspec
 
 from milkweed.errors import MilkweedError, TransferError
 from milkweed.fleet.memory import freeze
+from milkweed.rollout.answers import NOTHING, carries, finished, join, left, scored, since, so_far
 from milkweed.rollout.checks import check_image, check_staged, folder_tensors, tied
 from milkweed.rollout.protocol import (
+    Begun,
     Collected,
     CommitReport,
     EngineReply,
@@ -24,15 +25,17 @@ from milkweed.rollout.protocol import (
     EngineSpec,
     EngineState,
     EngineStats,
+    Progress,
 )
 from milkweed.rollout.sglang_engine import EngineDied, SGLang, engine_arguments
 from milkweed.rollout.sglang_hooks import LAYOUT, METHOD
 from milkweed.transfer.manifest import Staged
 from milkweed.transfer.plan import EngineLayout
-from milkweed.types import PolicyVersion, VersionSpan
 
 _POLL_S = 0.2
 """How often the engine's processes are looked at; a death is known after this."""
+PROGRESS_S = 1.0
+"""How old the controller's knowledge of a running request may get: about what an engine's death costs it."""
 
 
 class RolloutEngine:
@@ -51,6 +54,9 @@ class RolloutEngine:
         self._staged: Staged | None = None
         self._layout_digest = ""
         self._running: dict[str, asyncio.Task[None]] = {}
+        self._begun: dict[str, Begun] = {}
+        """Of running requests: what there is of them, and how many of these tokens `collect` has told."""
+        self._told: dict[str, int] = {}
         self._replies: list[EngineReply] = []
         self._news = asyncio.Event()
         self._commit_lock = asyncio.Lock()
@@ -104,7 +110,18 @@ class RolloutEngine:
     def _fail_running(self, cause: str) -> None:
         for request_id, task in list(self._running.items()):
             task.cancel()
-            self._finish(EngineReply(id=request_id, finish_reason="error", error=cause, blame="engine"))
+            had = self._begun.get(request_id, NOTHING)
+            self._finish(
+                EngineReply(
+                    id=request_id,
+                    token_ids=had.token_ids,
+                    logprobs=had.logprobs,
+                    versions=had.versions,
+                    finish_reason="error",
+                    error=cause,
+                    blame="engine",
+                )
+            )
         self._news.set()
 
     # ---- requests
@@ -125,9 +142,9 @@ class RolloutEngine:
 
     async def collect(self, max_wait_s: float, linger_s: float = 0.0) -> Collected:
         """The replies since the last call; waits up to `max_wait_s` for the first one, and then up to `linger_s` for
-        more while others still run, so that one message carries many."""
+        more while others still run, so that one message carries many. Requests that run on are told of every second."""
         if not self._replies and self._state != "dead":
-            await self._wait(max_wait_s)
+            await self._wait(min(max_wait_s, PROGRESS_S) if self._running else max_wait_s)
         end = time.monotonic() + linger_s
         while self._replies and self._running and (left := end - time.monotonic()) > 0:
             await self._wait(left)
@@ -137,7 +154,15 @@ class RolloutEngine:
         if replies and self._busy_since is None:  # turning tokens into text is part of generation
             self._busy_s += time.monotonic() - began
             self._idle_at = time.time()
-        return Collected(replies, self.stats())
+        return Collected(replies, self.stats(), self._progress())
+
+    def _progress(self) -> list[Progress]:
+        news = []
+        for request_id, begun in self._begun.items():
+            start, self._told[request_id] = self._told[request_id], len(begun.token_ids)
+            if len(begun.token_ids) > start:
+                news.append(Progress(request_id, start, since(begun, start)))
+        return news
 
     async def _wait(self, seconds: float) -> None:
         self._news.clear()
@@ -196,9 +221,10 @@ class RolloutEngine:
         assert engine is not None
         try:
             if r.score is not None:
-                reply = self._read_score(r, await engine.score(r.id, r.token_ids, r.score))
+                reply = scored(r, await engine.score(r.id, r.token_ids, r.score))
+                self._prompt_tokens += len(r.token_ids)
             else:
-                reply = self._read(r, await engine.generate(r.id, r.token_ids, r.sampling))
+                reply = await self._generate(engine, r)
         except asyncio.CancelledError:
             return  # the canceller has answered
         except Exception as e:  # whatever SGLang refuses or fails at, only this request is lost
@@ -206,59 +232,22 @@ class RolloutEngine:
             reply = EngineReply(id=r.id, finish_reason="error", error=cause)
         self._finish(reply)
 
-    def _read(self, r: EngineRequest, answer: dict[str, Any]) -> EngineReply:
-        meta = answer["meta_info"]
-        ids = list(answer["output_ids"])
-        entries = meta.get("output_token_logprobs") or []
-        logprobs = [float(e[0]) if e[0] is not None else math.nan for e in entries]
-        versions = [
-            VersionSpan(s["start"], s["end"], PolicyVersion.parse(s["version"]))
-            for s in meta.get("weight_versions") or []
-            if s["end"] > s["start"]
-        ]
-        reason = meta["finish_reason"] or {}
-        kind = reason.get("type", "stop")
-        who, error = f"sample {r.name or r.id}", None
-        if len(logprobs) > len(ids):  # a token that a stop string or an abort cut off
-            logprobs = logprobs[: len(ids)]
-        if len(logprobs) != len(ids):
-            error = f"{who}: SGLang returned {len(ids)} tokens and {len(logprobs)} log-probs"
-        elif any(not math.isfinite(x) for x in logprobs):
-            error = f"{who}: a sampled token has a log-prob that is no finite number; are the weights finite?"
-        elif ids and (not versions or versions[0].start != 0 or versions[-1].end != len(ids)):
-            error = f"{who}: SGLang's version spans do not cover its {len(ids)} tokens"
-        reply = EngineReply(
-            id=r.id,
-            token_ids=ids,
-            logprobs=logprobs,
-            finish_reason="error" if error else kind if kind in ("stop", "length", "abort") else "error",
-            versions=versions,
-            cached_tokens=int(meta.get("cached_tokens") or 0),
-            error=error if error else None if kind in ("stop", "length", "abort") else str(reason),
-        )
-        if isinstance(matched := reason.get("matched"), str):
-            reply.text = matched  # cut off the text once it is decoded
-        self._tokens += len(ids)
-        self._prompt_tokens += len(r.token_ids)
-        self._cached_tokens += reply.cached_tokens
-        return reply
+    async def _generate(self, engine: SGLang, r: EngineRequest) -> EngineReply:
+        if r.begun is not None and len(r.token_ids) + len(r.begun.token_ids) > engine.longest_prompt:
+            r = msgspec.structs.replace(r, begun=None)  # what began as output does not fit as a prompt
+        begun = r.begun or NOTHING
+        if carries(r.sampling):
+            self._begun[r.id], self._told[r.id] = begun, len(begun.token_ids)
 
-    def _read_score(self, r: EngineRequest, answer: dict[str, Any]) -> EngineReply:
-        meta = answer["meta_info"]
-        entries = (meta.get("input_token_logprobs") or [])[1:]
-        best = (meta.get("input_top_logprobs") or [])[1:] if r.score else []
-        reply = EngineReply(
-            id=r.id,
-            logprobs=[0.0, *(float(e[0]) for e in entries)],
-            top_ids=[[int(e[1]) for e in row] for row in best],
-            top_logprobs=[[float(e[0]) for e in row] for row in best],
-        )
-        self._prompt_tokens += len(r.token_ids)
-        who, rest = f"sequence {r.name or r.id}", r.token_ids[1:]
-        if [e[1] for e in entries] != rest or (r.score and [len(row) for row in best] != [r.score] * len(rest)):
-            reply.error = f"{who}: SGLang returned log-probs of other tokens than were asked for"
-        elif not all(math.isfinite(x) for x in reply.logprobs):
-            reply.error = f"{who}: a token has a log-prob that is no finite number; are the weights finite?"
+        def note(answer: dict[str, Any]) -> None:
+            if (more := so_far(answer)) is not None and r.id in self._begun:
+                self._begun[r.id] = join(r.begun, more)
+
+        sampling, ids = left(r.sampling, r.begun), r.token_ids + begun.token_ids
+        reply = finished(r, await engine.generate(r.id, ids, sampling, note if carries(sampling) else None))
+        self._tokens += len(reply.token_ids) - len(begun.token_ids)
+        self._prompt_tokens += len(ids)
+        self._cached_tokens += reply.cached_tokens
         return reply
 
     def _decode(self, replies: list[EngineReply]) -> None:
@@ -270,6 +259,8 @@ class RolloutEngine:
             reply.text = text[:cut] if cut >= 0 else text
 
     def _finish(self, reply: EngineReply) -> None:
+        self._begun.pop(reply.id, None)
+        self._told.pop(reply.id, None)
         if self._running.pop(reply.id, None) is None:
             return
         if not self._running and self._busy_since is not None:

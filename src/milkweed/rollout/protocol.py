@@ -34,6 +34,22 @@ class EngineSpec(msgspec.Struct, kw_only=True):
     cpu: bool = True
 
 
+class Begun(msgspec.Struct, array_like=True):
+    """A completion as far as it has got. The versions' spans cover the tokens."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[VersionSpan]
+
+
+class Progress(msgspec.Struct, array_like=True):
+    """What a request that still runs has got since it was last spoken of: `more` goes on from its `start`-th token."""
+
+    id: str
+    start: int
+    more: Begun
+
+
 class EngineRequest(msgspec.Struct, array_like=True):
     """One completion to sample, or a sequence to score. `name` says whose it is in error messages."""
 
@@ -44,11 +60,13 @@ class EngineRequest(msgspec.Struct, array_like=True):
     score: int | None = None
     """None: sample. Else nothing is sampled: the reply's log-probs are those of `token_ids` themselves, at temperature
     1 and with the first one's 0, and of this many likeliest words for each."""
+    begun: Begun | None = None
+    """What another engine has sampled of it; the reply is of the whole."""
 
 
 class EngineReply(msgspec.Struct, array_like=True, kw_only=True):
     """What became of one request. With `error` set, `blame` tells what failed: the request itself (it fits no engine
-    like this one), its sampling, or the engine (another one may do better)."""
+    like this one), its sampling, or the engine (another one may do better, and go on from the tokens that are here)."""
 
     id: str
     token_ids: list[int] = []
@@ -87,10 +105,11 @@ class EngineStats(msgspec.Struct, kw_only=True):
 
 
 class Collected(msgspec.Struct):
-    """The replies that finished since the last call, and how the engine is."""
+    """The replies that finished since the last call, how the engine is, and how far the others are."""
 
     replies: list[EngineReply]
     stats: EngineStats
+    progress: list[Progress] = []
 
 
 class CommitReport(msgspec.Struct, kw_only=True):

@@ -11,7 +11,8 @@ from typing import Any, Protocol
 import msgspec
 
 from milkweed.errors import FleetError
-from milkweed.rollout.protocol import CommitReport, EngineReply, EngineRequest, EngineStats
+from milkweed.rollout.answers import usable
+from milkweed.rollout.protocol import Begun, CommitReport, EngineReply, EngineRequest, EngineStats
 from milkweed.types import Completion, PolicyVersion
 
 
@@ -43,7 +44,7 @@ class UpdateReport(msgspec.Struct):
 class Pending:
     """One sample on its way. `engine` is where it was sent, None while it waits for room."""
 
-    __slots__ = ("request", "future", "engine", "lost", "blocks")
+    __slots__ = ("request", "future", "engine", "lost", "blocks", "begun")
 
     def __init__(self, request: EngineRequest, future: asyncio.Future[EngineReply]) -> None:
         self.request, self.future = request, future
@@ -52,6 +53,14 @@ class Pending:
         """What `affinity.blocks` makes of its prompt under a version."""
         self.lost: list[str] = []
         """The engines that failed under it."""
+        self.begun: Begun | None = None
+        """What is known of it so far."""
+
+    def elsewhere(self) -> None:
+        """Its engine has it no more; the next one goes on from the tokens that are known."""
+        self.engine = None
+        self.request = msgspec.structs.replace(self.request, begun=usable(self.begun, self.request.sampling))
+        self.begun = self.request.begun
 
 
 class Deadlines:
@@ -99,6 +108,8 @@ class Engine:
         """It gets every version, and samples only once another has failed."""
         self.leaving = False
         """It finishes what it has and gets no more."""
+        self.parting = False
+        """What it has not finished it is giving back."""
         self.busy_at_start = 0.0
         self.collector: asyncio.Task[None] | None = None
 

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from milkweed.errors import ConfigError, DataError, DeadlineExceeded, FleetError, PeerDied
 from milkweed.rollout.affinity import Prefixes
+from milkweed.rollout.answers import grown
 from milkweed.rollout.crew import Crew
 from milkweed.rollout.protocol import (
+    Begun,
     Collected,
     EngineReply,
     EngineRequest,
@@ -108,36 +110,11 @@ class Router(Updates):
 
     async def scale(self, engines: int, *, within_s: float = 30.0) -> None:
         """Let `engines` engines serve, while samples go on. Those to come serve once they have the weights; those that
-        leave finish what they have within `within_s` seconds, and what is left then is begun again elsewhere. Raises
+        leave finish what they have within `within_s` seconds, and what is left then goes on elsewhere. Raises
         ConfigError or what kept a new one from serving."""
         if self.scaling is None:
             raise ConfigError("rollout.scale: these engines were started one by one; only a mesh that is up has a supervisor to start others")
         await self.scaling(engines, within_s=within_s)
-
-    async def leave(self, name: str, *, within_s: float) -> None:
-        """An engine finishes what it has, for `within_s` at most; what is left then goes to others. Then it ends."""
-        engine = self.crew.find(name)
-        if engine is None:
-            return
-        engine.leaving = True
-        self._hand_over(engine, [p for p in engine.pending.values() if p.request in engine.outbox])
-        end = asyncio.get_running_loop().time() + within_s
-        while engine.pending and engine.dead is None and asyncio.get_running_loop().time() < end:
-            await asyncio.sleep(0.05)
-        self._hand_over(engine, list(engine.pending.values()))
-        self._lose(engine, FleetError(name, "refused", "it was taken out of service"))
-        if engine in self.crew.engines:  # else another of its name has come already
-            self.crew.remove(engine)
-        await engine.replica.stop()
-
-    def _hand_over(self, engine: Engine, some: Sequence[Pending]) -> None:
-        """To other engines, which is no failure of this one."""
-        for p in some:
-            if p.request in engine.outbox:
-                engine.outbox.remove(p.request)
-            del engine.pending[p.request.id]
-            p.engine = None
-            self._place(p)
 
     def end(self, error: FleetError) -> None:
         """No engine will come any more: whoever waits for one is told why."""
@@ -273,12 +250,19 @@ class Router(Updates):
     def _take(self, engine: Engine, collected: Collected) -> None:
         engine.stats = stats = collected.stats
         again: list[Pending] = []
+        for news in collected.progress:
+            if (p := engine.pending.get(news.id)) is not None:
+                p.begun = grown(p.begun, news)
         for reply in collected.replies:
             p = engine.pending.pop(reply.id, None)
             if p is None or p.future.done():  # cancelled here, or sent elsewhere since
                 continue
             if reply.error is not None and reply.blame == "engine":
+                p.begun = Begun(reply.token_ids, reply.logprobs, reply.versions)
                 again.append(p)
+            elif engine.parting and reply.finish_reason == "abort":
+                p.begun = Begun(reply.token_ids, reply.logprobs, reply.versions)
+                self._hand_over(engine, [p])
             else:
                 self._prefixes.sampled(engine, p, reply.token_ids)
                 p.future.set_result(reply)
@@ -293,7 +277,7 @@ class Router(Updates):
         self._fill()
 
     def _lose(self, engine: Engine, error: FleetError, more: Sequence[Pending] = ()) -> None:
-        """The engine serves no more; its samples are done again elsewhere, from the start."""
+        """The engine serves no more; its samples go on elsewhere."""
         if engine.dead is not None:
             return
         engine.dead = error
@@ -315,7 +299,7 @@ class Router(Updates):
     def _resend(self, p: Pending, cause: str) -> None:
         if p.engine is not None:
             p.lost.append(p.engine.replica.name)
-            p.engine = None
+            p.elsewhere()
         if p.future.done():
             return
         if len(p.lost) > RESENDS:

@@ -18,7 +18,7 @@ import os
 import signal
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from milkweed.types import Sampling
 
 SGLANG_VERSION = "0.5.23"
+STREAM_EVERY = 32
+"""Tokens after which a scheduler says how far a request is."""
 ENGINE_MARK = "MILKWEED_ENGINE"
 """Set in the processes of our engines; elsewhere the plugin does nothing."""
 
@@ -165,8 +167,11 @@ class SGLang:
                 return f"SGLang's scheduler {i} (process {p.pid}) {how}{more}"
         return None
 
-    async def generate(self, request_id: str, token_ids: list[int], sampling: Sampling) -> dict[str, Any]:
-        """SGLang's own answer: `output_ids` and `meta_info`. Raises ValueError for what SGLang refuses."""
+    async def generate(
+        self, request_id: str, token_ids: list[int], sampling: Sampling, grown: Callable[[dict[str, Any]], None] | None = None
+    ) -> dict[str, Any]:
+        """SGLang's own answer: `output_ids` and `meta_info`; `grown` hears of it as it grows. Raises ValueError for what
+        SGLang refuses."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         params: dict[str, Any] = {
@@ -182,10 +187,23 @@ class SGLang:
             params["stop_token_ids"] = list(sampling.stop_token_ids)
         if sampling.seed is not None:
             params["sampling_seed"] = sampling.seed
+        stream = grown is not None and sampling.max_tokens > STREAM_EVERY
+        if stream:
+            params["stream_interval"] = STREAM_EVERY
         ask = GenerateReqInput(
-            input_ids=token_ids, sampling_params=params, rid=request_id, return_logprob=True, stream=False
+            input_ids=token_ids, sampling_params=params, rid=request_id, return_logprob=True, stream=stream
         )
-        return await self._first(ask)
+        if not stream or grown is None:
+            return await self._first(ask)
+        async for answer in self._manager.generate_request(ask, None):
+            reason = answer["meta_info"]["finish_reason"]
+            if reason is None:
+                grown(answer)
+            elif reason.get("type") == "abort" and (reason.get("status_code") or 0) >= 400:
+                raise ValueError(reason["message"])  # as SGLang itself does where nothing is streamed
+            else:
+                return answer
+        raise ValueError("SGLang returned nothing")
 
     async def score(self, request_id: str, token_ids: list[int], top: int) -> dict[str, Any]:
         """SGLang's own answer to a prompt without a completion: `meta_info` with `input_token_logprobs` and

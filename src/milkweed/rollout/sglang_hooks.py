@@ -29,6 +29,22 @@ def register() -> None:
         # a killed engine leaves this file behind; under the fleet's name it is swept
         HookRegistry.register("sglang.srt.managers.load_snapshot.shm_path_for", _shm_path, HookType.REPLACE)
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.handle_rpc_request", _on_rpc, HookType.AROUND)
+    streamer = "sglang.srt.managers.scheduler_components.output_streamer._GenerationStreamAccumulator.accept"
+    HookRegistry.register(streamer, _accept, HookType.AROUND)
+
+
+def _accept(original: Callable[..., Any], batch: Any, *, req: Any) -> None:
+    """SGLang says the versions of a request's tokens once it has finished; with this, of those it streams too."""
+    before = len(batch.rids)
+    original(batch, req=req)
+    if len(batch.rids) > before and batch.weight_versions[-1] is None:
+        from sglang.srt.utils.weight_versions import compute_weight_version_spans
+
+        batch.weight_versions[-1] = compute_weight_version_spans(
+            req.weight_version_events,
+            current_version=batch.current_weight_version,
+            num_output_tokens=len(req.output_ids_through_stop),
+        )
 
 
 def _shm_path(ipc_name: str) -> str:

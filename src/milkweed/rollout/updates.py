@@ -1,24 +1,27 @@
-"""The router's part in an update of the weights: commits on all engines, or on one that has just come."""
+"""The router's part where engines come, go, and change their weights."""
 
 from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 from milkweed.errors import FleetError, PeerDied, TransferError
 from milkweed.rollout.crew import Crew
 from milkweed.rollout.protocol import CommitReport, EngineStats, decode_report, encode
-from milkweed.rollout.records import Engine, EngineReplica, UpdateReport, as_fleet_error
+from milkweed.rollout.records import Engine, EngineReplica, Pending, UpdateReport, as_fleet_error
 from milkweed.transfer.manifest import Staged
 from milkweed.types import PolicyVersion
 
 SILENT_S = 20.0
 """How much longer than it may take until an engine that does not answer counts as hung."""
+PARTING_S = 1.0
+"""How long an engine that leaves may take to give back what it has not finished."""
 
 
 class Updates(ABC):
-    """What `Router` does with versions."""
+    """What `Router` does with engines as a whole."""
 
     crew: Crew
     version: PolicyVersion
@@ -33,6 +36,12 @@ class Updates(ABC):
 
     @abstractmethod
     def _fill(self) -> None: ...
+
+    @abstractmethod
+    def _place(self, p: Pending) -> None: ...
+
+    @abstractmethod
+    async def _tell(self, engine: Engine, endpoint: str, *args: Any, deadline_s: float) -> None: ...
 
     @abstractmethod
     def _nobody(self) -> FleetError: ...
@@ -61,6 +70,38 @@ class Updates(ABC):
             raise TransferError(f"{name} serves {engine.stats.version}, the others {self.version}: {engine.stale}")
         self.crew.muster()
         self._fill()
+
+    async def leave(self, name: str, *, within_s: float) -> None:
+        """An engine finishes what it has, for `within_s` at most; the rest goes to others, with its tokens. Then it ends."""
+        engine = self.crew.find(name)
+        if engine is None:
+            return
+        engine.leaving = True
+        self._hand_over(engine, [p for p in engine.pending.values() if p.request in engine.outbox])
+        await self._emptied(engine, within_s)
+        engine.parting = True
+        if engine.pending and engine.dead is None:
+            await self._tell(engine, "abort", list(engine.pending), deadline_s=PARTING_S)
+            await self._emptied(engine, PARTING_S)
+        self._hand_over(engine, list(engine.pending.values()))
+        self._lose(engine, FleetError(name, "refused", "it was taken out of service"))
+        if engine in self.crew.engines:  # else another of its name has come already
+            self.crew.remove(engine)
+        await engine.replica.stop()
+
+    async def _emptied(self, engine: Engine, within_s: float) -> None:
+        end = asyncio.get_running_loop().time() + within_s
+        while engine.pending and engine.dead is None and asyncio.get_running_loop().time() < end:
+            await asyncio.sleep(0.05)
+
+    def _hand_over(self, engine: Engine, some: Sequence[Pending]) -> None:
+        """To other engines, which is no failure of this one."""
+        for p in some:
+            if p.request in engine.outbox:
+                engine.outbox.remove(p.request)
+            engine.pending.pop(p.request.id, None)
+            p.elsewhere()
+            self._place(p)
 
     async def update_weights(
         self, staged: dict[str, Staged], version: PolicyVersion, *, deadline_s: float = 60.0
