@@ -209,28 +209,3 @@ def test_an_engine_tells_how_far_it_is_and_its_death_gives_the_rest(monkeypatch)
         assert it.stats().state == "dead" and not it._begun and not it._told
 
     asyncio.run(run())
-
-
-def test_versions_are_said_of_streamed_tokens_too():
-    from milkweed.rollout.sglang_hooks import _accept
-
-    class Batch:
-        rids: list[str] = []
-        weight_versions: list[Any] = []
-        current_weight_version = "0.2"
-
-    class Event:
-        old_version, num_output_tokens = "0.1", 3
-
-    class Request:
-        weight_version_events, output_ids_through_stop = [Event], [1, 2, 3, 4, 5]
-
-    def accept(batch: Any, *, req: Any) -> None:
-        batch.rids.append("a")
-        batch.weight_versions.append(None)
-
-    batch = Batch()
-    _accept(accept, batch, req=Request())
-    assert [(s.version, s.start, s.end) for s in batch.weight_versions[0]] == [("0.1", 0, 3), ("0.2", 3, 5)]
-    _accept(lambda batch, *, req: None, batch, req=Request())
-    assert len(batch.weight_versions) == 1
