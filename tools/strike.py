@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import signal
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from strike_model import KINDS, WINDOWS, Scene, Tally, simulate_strikes
@@ -26,9 +29,13 @@ def main() -> int:
     parser.add_argument("--kinds", default="", help="real strikes of these kinds only, in this order, separated by commas")
     parser.add_argument("--folder", type=Path, help="keep the run here (default: a temporary folder)")
     parser.add_argument("--mesh", default="", help="mesh file of the real run (default: two engines on this machine)")
+    parser.add_argument("--first", type=int, default=1, help="real strikes: go on from this one of the order (with --folder)")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="real strikes: begin none after so many minutes")
     parser.add_argument("--json", action="store_true")
     a = parser.parse_args()
     tally = Tally()
+    for number in (signal.SIGTERM, signal.SIGHUP):  # what is struck is ended then too, as with Ctrl-C
+        signal.signal(number, lambda n, _: sys.exit(128 + n))
     with tempfile.TemporaryDirectory() as temporary:
         folder = a.folder or Path(temporary)
         if a.simulated:
@@ -58,6 +65,7 @@ def real(a: argparse.Namespace, folder: Path, tally: Tally) -> tuple[Tally, list
     from strike_real import Struck, command, strike_real
 
     model = folder / "model"
+    folder.mkdir(parents=True, exist_ok=True)
     if not model.is_dir():
         mw.new_qwen3(model, hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=128)
     mesh = a.mesh
@@ -66,7 +74,7 @@ def real(a: argparse.Namespace, folder: Path, tally: Tally) -> tuple[Tally, list
         Path(mesh).write_text('name = "struck"\n[rollout]\nreplicas = 2\n[rollout.engine]\nmax_running_requests = 64\n')
     run = Struck(folder / "run", command(folder / "run", model, mesh), lambda text: print(text, flush=True))
     kinds = [k.strip() for k in a.kinds.split(",") if k.strip()] or None
-    strike_real(a.count, a.seed, run, tally, kinds)
+    strike_real(a.count, a.seed, run, tally, kinds, first=a.first, until=time.monotonic() + a.minutes * 60)
     return tally, [*REAL, "kill controller", *WINDOWS]
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
 import random
 import signal
@@ -91,61 +93,89 @@ class Struck:
             time.sleep(0.1)
         return True
 
+    def interrupt(self, within_s: float) -> bool:
+        """As Ctrl-C does; whether the controller has ended in time."""
+        assert self.controller is not None
+        self.controller.send_signal(signal.SIGINT)
+        try:
+            self.controller.wait(within_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def end(self) -> None:
+        """The controller is killed if it lives still, with its process group; its keepers end the rest."""
+        if self.controller is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.controller.pid, signal.SIGKILL)
+        self.controller.wait(10)
+        end = time.monotonic() + GONE_S
+        while self.orphans() and time.monotonic() < end:
+            time.sleep(0.2)
+
     def orphans(self) -> list[int]:
         return [pid for token in self.tokens for pid in processes.by_token(token)]
 
 
-def strike_real(count: int, seed: int, run: Struck, tally: Tally, kinds: list[str] | None = None) -> Tally:
-    """`count` strikes, of all kinds and windows in an order of `seed`. The run is started, and at the end interrupted."""
+def strike_real(count: int, seed: int, run: Struck, tally: Tally, kinds: list[str] | None = None, *, first: int = 1, until: float = math.inf) -> Tally:
+    """`count` strikes, of all kinds and windows in an order of `seed`, from the `first` of them on; none begins after `until`
+    (time.monotonic). The run is started, and at the end interrupted; whatever happens here, none of it is left."""
     dice = random.Random(seed)
     if kinds is None:
         every = [*KINDS, "kill controller", *WINDOWS]
         kinds = [every[i % len(every)] for i in range(count)]
         dice.shuffle(kinds)
     run.start()
-    if not run.progress(3):
-        raise SystemExit(f"the run does not start; see {run.folder}.log")
-    for number, kind in enumerate(kinds, 1):
-        began, known = time.monotonic(), len(run.faults())
-        run.of_role("")  # its token, should it be killed
-        assert run.controller is not None
-        if kind == "kill controller" or kind in WINDOWS:
-            _kill_controller(run, kind, tally)
-        else:
-            how, role = kind.split()
-            pids = run.of_role(role)
-            if not pids:
-                tally.problems.append(f"strike {number}, {kind}: the run has no such process")
-                continue
-            os.kill(dice.choice(pids), SIGNALS[how])
-            _until_mended(run, known)
-        if not run.progress():
-            tally.hangs += 1
-            tally.problems.append(f"strike {number}, {kind}: no step was trained after it; controller's status {run.controller.poll()}")
-            break
-        tally.strikes += 1
-        tally.hit[kind] = tally.hit.get(kind, 0) + 1
-        took = time.monotonic() - began
-        tally.recover_s.append(round(took, 2))
-        report = audit(run.folder)
-        tally.lost += abs(report.issued - report.trained - sum(report.dropped.values()) - report.held)
-        tally.over_bound += report.max_lag > 1
-        tally.problems += [f"strike {number}, {kind}: {p}" for p in report.problems]
-        mended = [f"{f['replica']} {f['after_s']:.1f} s" for f in run.faults()[known:] if f["what"] == "replaced"]
-        run.say(f"strike {number} {kind}: two steps later after {took:.1f} s" + (f" ({', '.join(mended)})" if mended else ""))
-    run.of_role("")
-    run.controller.send_signal(signal.SIGINT)
     try:
-        run.controller.wait(60)
-    except subprocess.TimeoutExpired:
-        tally.hangs += 1
-        run.controller.kill()
-    time.sleep(1.0)
+        if not run.progress(3):
+            raise SystemExit(f"the run does not start; see {run.folder}.log")
+        for number, kind in list(enumerate(kinds, 1))[first - 1 :]:
+            if time.monotonic() > until:
+                run.say(f"the time is over before strike {number}; go on from it with --first {number}")
+                break
+            if not _strike(run, number, kind, dice, tally):
+                break
+        run.of_role("")
+        tally.hangs += not run.interrupt(60)
+    finally:
+        run.end()
     tally.orphans += len(run.orphans())
-    report = audit(run.folder)
-    tally.problems += report.problems
+    tally.problems += audit(run.folder).problems
     tally.steps = run.step()
     return tally
+
+
+def _strike(run: Struck, number: int, kind: str, dice: random.Random, tally: Tally) -> bool:
+    """One strike and what became of it; False where the run did not survive it."""
+    began, known = time.monotonic(), len(run.faults())
+    run.of_role("")  # its token, should it be killed
+    assert run.controller is not None
+    if kind == "kill controller" or kind in WINDOWS:
+        _kill_controller(run, kind, tally)
+    else:
+        how, role = kind.split()
+        pids = run.of_role(role)
+        if not pids:
+            tally.problems.append(f"strike {number}, {kind}: the run has no such process")
+            return True
+        os.kill(dice.choice(pids), SIGNALS[how])
+        _until_mended(run, known)
+    if not run.progress():
+        tally.hangs += 1
+        tally.problems.append(f"strike {number}, {kind}: no step was trained after it; controller's status {run.controller.poll()}")
+        return False
+    tally.strikes += 1
+    tally.hit[kind] = tally.hit.get(kind, 0) + 1
+    took = time.monotonic() - began
+    tally.recover_s.append(round(took, 2))
+    report = audit(run.folder)
+    tally.lost += abs(report.issued - report.trained - sum(report.dropped.values()) - report.held)
+    tally.over_bound += report.max_lag > 1
+    tally.problems += [f"strike {number}, {kind}: {p}" for p in report.problems]
+    mended = [f"{f['replica']} {f['after_s']:.1f} s" for f in run.faults()[known:] if f["what"] == "replaced"]
+    run.say(f"strike {number} {kind}: two steps later after {took:.1f} s" + (f" ({', '.join(mended)})" if mended else ""))
+    return True
 
 
 def _kill_controller(run: Struck, kind: str, tally: Tally) -> None:
@@ -170,8 +200,8 @@ def _kill_controller(run: Struck, kind: str, tally: Tally) -> None:
 def _until_mended(run: Struck, known: int) -> None:
     """Waits until what the strike broke is whole again; a strike that broke nothing (a child that is replaced by its own
     parent, say) is over after 12 s."""
-    end = time.monotonic() + 12.0
-    while time.monotonic() < end:
+    end, last = time.monotonic() + 12.0, time.monotonic() + STUCK_S
+    while time.monotonic() < min(end, last):
         time.sleep(0.2)
         new = run.faults()[known:]
         failed = [f for f in new if f["what"] == "failed"]
