@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 
 from milkweed.errors import DataError
 
@@ -29,12 +31,11 @@ class TrainedLogprobs:
         """`logprobs` `[rows, seq]` of the update that made `step`. Batches that no engine sampled are left out."""
         if not bool((batch.logprobs != 0).any()):
             return
-        found: dict[bytes, bytes] = {}
-        for tokens, segments, row in zip(batch.tokens, batch.segments, logprobs.float()):
-            for segment in segments.unique().tolist():
-                if segment >= 0:
-                    at = segments == segment
-                    found[_key(tokens[at].tolist())] = array("f", row[at].tolist()).tobytes()
+        tokens, segments = batch.tokens.flatten().numpy().astype(np.int32), batch.segments.flatten().numpy()
+        values = logprobs.float().flatten().numpy()
+        # a sequence lies in one piece, and its number is its own: where the number changes, another begins
+        edges = [0, *(np.flatnonzero(np.diff(segments)) + 1).tolist(), len(segments)]
+        found = {_key(tokens[a:b]): values[a:b].tobytes() for a, b in pairwise(edges) if b > a and segments[a] >= 0}
         self._folder.mkdir(exist_ok=True)
         (self._folder / str(step)).write_bytes(msgspec.msgpack.encode(found))
         if self._keep:
@@ -61,5 +62,5 @@ class TrainedStep:
         return None if data is None else list(array("f", data))
 
 
-def _key(token_ids: Sequence[int]) -> bytes:
-    return hashlib.blake2b(array("i", token_ids).tobytes(), digest_size=12).digest()
+def _key(token_ids: Sequence[int] | np.ndarray) -> bytes:
+    return hashlib.blake2b(np.asarray(token_ids, np.int32), digest_size=12).digest()
