@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,12 +51,16 @@ class Replica:
         values = await self.settle(answer, endpoint, deadline_s)
         return [value for _, value in values.items()]
 
-    async def call_one(self, endpoint: str, *args: Any, deadline_s: float, rank: int = 0, **kwargs: Any) -> Any:
-        """Call `endpoint` on one rank; its answer. Raises as `call`."""
-        self._check()
-        mesh = self.actors if len(self.pids) == 1 else self.actors.slice(hosts=0, procs=rank)
-        answer = self._send(mesh, "call_one", endpoint, args, kwargs)
-        return await self.settle(answer, endpoint, deadline_s)
+    def call_one(self, endpoint: str, *args: Any, deadline_s: float, rank: int = 0, **kwargs: Any) -> Coroutine[Any, Any, Any]:
+        """Call `endpoint` on one rank; its answer, once awaited. The message leaves at once, before the awaiting. Raises,
+        when awaited, as `call`."""
+        try:
+            self._check()
+            mesh = self.actors if len(self.pids) == 1 else self.actors.slice(hosts=0, procs=rank)
+            answer = self._send(mesh, "call_one", endpoint, args, kwargs)
+        except FleetError as error:
+            return _raised(error)
+        return self.settle(answer, endpoint, deadline_s)
 
     def on_failure(self, callback: Callable[[Replica], None]) -> None:
         """Call `callback(replica)` once, on this event loop, when the replica fails (at once if it has)."""
@@ -154,6 +158,10 @@ class Replica:
             raise self.failure
         if self.stopped:
             raise PeerDied(self.name, "died", "it was stopped")
+
+
+async def _raised(error: FleetError) -> Any:
+    raise error
 
 
 def own_frames(trace: str) -> str:

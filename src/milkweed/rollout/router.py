@@ -35,6 +35,8 @@ POLL_S = 5.0
 """How long an engine holds a call to `collect` that has nothing to answer; with it the engine is heard of."""
 LINGER_S = 0.02
 """How long an engine gathers further replies for one message. The last ones of a burst never wait."""
+SEND_AT = 64
+"""Samples of one message to an engine, at most."""
 RESENDS = 2
 """Engines that may die under a request before it is given up, lest one request take all of them down."""
 
@@ -44,7 +46,7 @@ class Router(Updates):
 
     Each sample goes to the engine with the fewest samples in flight, where for each 1000 tokens of its prompt that an
     engine holds the KV of, that one may have `overlap_score_weight` more; at most `max_in_flight` are given to an engine, the
-    rest wait here in order. Samples asked for in one turn of the event loop travel in one message. Make it with `spawn`, or
+    rest wait here in order. Samples asked for in one turn of the event loop travel together. Make it with `spawn`, or
     from started engines with `Router(replicas, stats)`; the last `standby` of them get no samples until another fails.
 
     With `on_lost` set somebody brings new engines (`join`): samples then wait for these where no engine serves, until
@@ -195,6 +197,8 @@ class Router(Updates):
         engine.outbox.append(p.request)
         if len(engine.outbox) == 1:
             self._spawn(self._send(engine))
+        elif len(engine.outbox) == SEND_AT:
+            self._post(engine)
 
     def _drop(self, p: Pending) -> None:
         """Forgets `p`; what its engine still does for it is stopped."""
@@ -221,9 +225,14 @@ class Router(Updates):
 
     async def _send(self, engine: Engine) -> None:
         await asyncio.sleep(0)  # let everyone who asks in this turn come aboard
+        self._post(engine)
+
+    def _post(self, engine: Engine) -> None:
+        """What is in the outbox leaves now, not when the event loop next comes round: an engine begins on the first samples
+        of a step while the others are still being asked for."""
         batch, engine.outbox = engine.outbox, []
-        if batch:
-            await self._tell(engine, "submit", encode(batch), deadline_s=SILENT_S)
+        if batch and engine.dead is None:
+            self._spawn(self._told(engine, engine.replica.call_one("submit", encode(batch), deadline_s=SILENT_S)))
 
     async def _send_aborts(self, engine: Engine) -> None:
         await asyncio.sleep(0)
@@ -232,10 +241,13 @@ class Router(Updates):
 
     async def _tell(self, engine: Engine, endpoint: str, *args: Any, deadline_s: float) -> None:
         if engine.dead is None:
-            try:
-                await engine.replica.call_one(endpoint, *args, deadline_s=deadline_s)
-            except Exception as e:
-                self._lose(engine, as_fleet_error(engine, e))
+            await self._told(engine, engine.replica.call_one(endpoint, *args, deadline_s=deadline_s))
+
+    async def _told(self, engine: Engine, answer: Awaitable[Any]) -> None:
+        try:
+            await answer
+        except Exception as e:
+            self._lose(engine, as_fleet_error(engine, e))
 
     async def _collect(self, engine: Engine) -> None:
         while engine.dead is None:
