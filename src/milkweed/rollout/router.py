@@ -35,7 +35,7 @@ POLL_S = 5.0
 """How long an engine holds a call to `collect` that has nothing to answer; with it the engine is heard of."""
 LINGER_S = 0.02
 """How long an engine gathers further replies for one message. The last ones of a burst never wait."""
-SEND_AT = 64
+SEND_AT = 32
 """Samples of one message to an engine, at most."""
 RESENDS = 2
 """Engines that may die under a request before it is given up, lest one request take all of them down."""
