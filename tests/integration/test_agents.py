@@ -17,9 +17,11 @@ import pytest
 from rich.console import Console
 
 import milkweed as mw
+from milkweed.config.mesh import mesh_files
 from milkweed.observe.show import show_run
 
 pytestmark = pytest.mark.stack
+CONTROLLER = os.getpid()
 RECIPES = Path(__file__).parents[2] / "recipes"
 # a random model hardly ever ends a turn: it does at half of all letters here
 SAMPLING = mw.Sampling(max_tokens=12, stop_token_ids=tuple(range(40, 170)))
@@ -31,13 +33,24 @@ def loop():
         yield runner
 
 
-@pytest.fixture(scope="module")
-def live(loop, tmp_path_factory):
+def with_workers(folder: Path) -> Path:
+    """The local mesh, whose environments run in a process of their own."""
+    (folder / "mesh.toml").write_text((mesh_files() / "local.toml").read_text() + "\n[environment]\nreplicas = 1\n")
+    return folder / "mesh.toml"
+
+
+@pytest.fixture(scope="module", params=["controller", pytest.param("workers", marks=pytest.mark.slow)])
+def live(request, loop, tmp_path_factory):
+    """A run whose environments are in the controller, or in workers."""
     size = dict(hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=128)
     model = mw.new_qwen3(tmp_path_factory.mktemp("model"), context=4096, **size)
     trainer = mw.TrainerConfig(lr=1e-3, seq_len=4096, micro_rows=2)
     config = mw.RunConfig(
-        run_dir=str(tmp_path_factory.mktemp("runs") / "run"), steps=50, sampling=SAMPLING, trainer=trainer
+        mesh=str(with_workers(tmp_path_factory.mktemp("mesh"))) if request.param == "workers" else "local",
+        run_dir=str(tmp_path_factory.mktemp("runs") / "run"),
+        steps=50,
+        sampling=SAMPLING,
+        trainer=trainer,
     )
     run = loop.run(mw.Run.open(config, model=model))
     yield run
@@ -53,7 +66,7 @@ async def three_turns(task, policy):
     async for reply in talk:
         talk.reward(0.25)
         talk.add({"role": "tool", "content": f"seen {len(reply.raw)}"}, "go on")
-    return talk.trajectory(reward=float(len(task.id)))
+    return talk.trajectory(float(len(task.id)), {"elsewhere": float(os.getpid() != CONTROLLER)})
 
 
 def agent(task, base_url, api_key):
@@ -85,6 +98,7 @@ def test_every_sampled_token_of_many_turns_replays_and_trains(loop, live):
             groups = await live.sample(three_turns, prompts, n=4)
             turns = [t.role for g in groups for x in g.trajectories for t in x.turns]
             assert turns.count("assistant") > 2 * 16
+            assert {t.reward_parts["elsewhere"] for g in groups for t in g.trajectories} == {float(live.mesh.environment is not None)}
             assert await worst_difference(live, groups) < 1e-4
             batch = mw.batch(groups, mw.algorithms.dr_grpo)
             assert "rewards" in batch.extra
