@@ -140,7 +140,7 @@ def test_shipped_meshes_are_what_they_say() -> None:
         ("local", "trainer.tensor_parallel=0", "trainer.tensor_parallel: 0 is too few; at least 1"),
         ("local", "hosts.kind=slurm", "hosts.kind: 'slurm' is not supported by this version"),
         ("local", "hosts.kind=moon", "hosts.kind: 'moon' is unknown"),
-        ("local", "hosts.orphan_grace_s=30", "hosts.orphan_grace_s: 30 is not supported by this version; set it to 0"),
+        ("local", "hosts.orphan_grace_s=-1", "hosts.orphan_grace_s: -1 is no time to wait; 0 or more seconds"),
         ("local", "trainer.dtype=fp32", "choose one of float32, bfloat16"),
         ("local", "rollout.replica=2", "did you mean 'rollout.replicas'"),
         ("local", "trainer.threads=1.5", "expected `int`, got `float`"),

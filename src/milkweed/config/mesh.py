@@ -61,7 +61,8 @@ class HostsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     notice_s: float = 30
     """Seconds that engines of such a host have to finish what they sample."""
     orphan_grace_s: float = 0
-    """Seconds the hosts outlive a controller that died; only 0 (all gone within 5 s) is supported."""
+    """Seconds that hosts and engines wait for the next controller of the same run directory when theirs is killed; 0: all
+    is gone within 5 s. The engines are then processes of the hosts' own, called over a socket instead of Monarch."""
 
 
 class TrainerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -180,10 +181,8 @@ class MeshConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 + ("is not supported by this version" if self.hosts.kind in FUTURE_KINDS else "is unknown")
                 + "; only 'local' (processes on this machine) is",
             )
-        if self.hosts.orphan_grace_s != 0:
-            raise self._wrong(
-                "hosts.orphan_grace_s", f"{self.hosts.orphan_grace_s:g} is not supported by this version; set it to 0"
-            )
+        if not 0 <= self.hosts.orphan_grace_s < 1e7:
+            raise self._wrong("hosts.orphan_grace_s", f"{self.hosts.orphan_grace_s:g} is no time to wait; 0 or more seconds")
         for table in ("hosts", *POLICIES, "rollout", "teacher", "reward", "environment"):
             part = getattr(self, table)
             for key in part.__struct_fields__ if part is not None else ():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import secrets
 import shutil
@@ -17,10 +18,11 @@ from typing import Any
 
 from milkweed.config import MeshConfig
 from milkweed.errors import ConfigError, DeadlineExceeded, FleetError, PeerDied
-from milkweed.fleet import monarch_compat, processes
+from milkweed.fleet import former, monarch_compat, processes
 from milkweed.fleet.agent import Agent
 from milkweed.fleet.host import Host
 from milkweed.fleet.replica import Replica
+from milkweed.fleet.served import Served
 
 HOST_DEADLINE_S = 60.0
 
@@ -29,7 +31,8 @@ class Fleet:
     """Live hosts with replicas on them. `async with await Fleet.start(mesh) as fleet: ...`
 
     `token` names this fleet on its machines: its shared memory is `/dev/shm/mw-TOKEN-*`, its temporary folder (`tmp`,
-    gone when it stops) is `milkweed-TOKEN`. However the controller ends, everything is gone within 5 seconds.
+    gone when it stops) is `milkweed-TOKEN`. However the controller ends, everything is gone within 5 seconds; where the mesh
+    has `hosts.orphan_grace_s`, a controller that was killed leaves what `serve` started to the next one of its run directory.
     """
 
     def __init__(self, mesh: MeshConfig, run_dir: Path | None) -> None:
@@ -46,6 +49,10 @@ class Fleet:
         self._stopped = False
         self._ticker: asyncio.Task[None] | None = None
         self._log_lock = threading.Lock()
+        self.kept: dict[str, tuple[Host, int]] = {}
+        """What a former life has left, by uid: its host and first process. `serve` takes what it can use."""
+        self.said: list[str] = []
+        """What the start has to tell of a former life."""
 
     @classmethod
     async def start(cls, mesh: MeshConfig, run_dir: Path | str | None = None) -> Fleet:
@@ -55,15 +62,23 @@ class Fleet:
         """
         monarch_compat.check_version()
         fleet = cls(mesh, None if run_dir is None else Path(run_dir))
+        inherits = False
+        if run_dir is not None:
+            inherits = await fleet._settle_former()
         await asyncio.to_thread(processes.sweep_dead_runs)
-        fleet.tmp.mkdir(mode=0o700)
+        fleet.tmp.mkdir(mode=0o700, exist_ok=inherits)
         processes.note(fleet.tmp / "owner.json", processes.me())
         try:
             fleet.logs.mkdir(parents=True, exist_ok=True)
+            if run_dir is not None:
+                former.remember(fleet.logs, fleet.token, fleet.tmp, mesh.hosts.orphan_grace_s)
             monarch_compat.hear_faults(fleet.heard)
             monarch_compat.open_context(fleet.tmp)
             for index in range(mesh.hosts.count):
-                fleet.hosts.append(fleet._launch(index))
+                fleet.hosts.append((await fleet._adopt(index) if inherits else None) or fleet._launch(index))
+            if inherits:
+                await asyncio.to_thread(former.end_hosts, fleet.tmp, {h.name for h in fleet.hosts})
+                await asyncio.to_thread(processes.remove_unmapped, fleet.token)
             await asyncio.gather(*(h.attach(HOST_DEADLINE_S) for h in fleet.hosts))
         except BaseException:
             await fleet.stop()
@@ -121,11 +136,93 @@ class Fleet:
         self.replicas.append(replica)
         return replica
 
+    async def serve(
+        self, role: str, index: int, target: str, payload: bytes, *, env: dict[str, str] | None = None, deadline_s: float = 120.0
+    ) -> Served:
+        """Start a replica of one process that serves `target` (`module:Class`) made of `payload` over a socket, or take the
+        same one of a former life. Unlike those of `spawn` it outlives a controller that is killed, for as long as the
+        mesh's `hosts.orphan_grace_s` says. Raises as `spawn`."""
+        if self._stopped:
+            raise ConfigError("the fleet has been stopped; start another with Fleet.start")
+        place = self.mesh.place(role, index)
+        own = place.environment(os.environ.get("CUDA_VISIBLE_DEVICES")) | (env or {})
+        made = hashlib.sha256(repr((target, payload, sorted(own.items()))).encode()).hexdigest()
+        log = self.logs / f"{role}{index}.log"
+        found = next((uid for uid in self.kept if uid.rpartition("g")[0] == f"{role}{index}"), None)
+        if found is not None:
+            host, pid = self.kept.pop(found)
+            replica = Served(self, role, index, found, host, log)
+            if (self.tmp / f"{found}.made").read_text() == made and not host.leaving:
+                replica.pids, replica.adopted = [pid], True
+            else:
+                await host.kill(found)
+                found = None
+        if found is None:
+            where = await self._living(f"{role}{index}", place.host, bound=not place.cpu)
+            self._count += 1
+            replica = Served(self, role, index, f"{role}{index}g{self._count}", where, log)
+        self._by_uid[replica.uid] = replica
+        try:
+            if not replica.adopted:
+                (self.tmp / f"{replica.uid}.in").write_bytes(payload)
+                (self.tmp / f"{replica.uid}.made").write_text(made)
+                names = {processes.REPLICA_VAR: replica.uid, processes.HOST_VAR: replica.host.name}
+                socket, given = str(Served.place(self.tmp, replica.uid)), str(self.tmp / f"{replica.uid}.in")
+                command = [sys.executable, "-P", "-m", "milkweed.fleet.serving", socket, target, given]
+                replica.pids = [await replica.host.start_process(replica.uid, command, self.environment() | own | names, log)]
+            replica.host.watch(replica.uid, replica.pids)
+            await replica.connect(Served.place(self.tmp, replica.uid), self.token, deadline_s)
+        except FleetError as error:
+            await replica.stop()
+            raise type(error)(replica.name, "refused", f"{error.cause}\n{replica.last_lines()}") from error.__cause__
+        except BaseException:
+            await replica.stop()
+            raise
+        self.replicas.append(replica)
+        return replica
+
+    async def end_unclaimed(self) -> None:
+        """End what a former life has left and nobody has taken."""
+        for uid, (host, _) in self.kept.items():
+            self.said.append(f"{uid} of this run's former life has no place in this mesh, and was ended")
+            await host.kill(uid)
+        self.kept.clear()
+
+    async def _settle_former(self) -> bool:
+        """Whether this fleet takes over from a former life of its run; what it cannot use of one is ended."""
+        life = await asyncio.to_thread(former.former, self.logs)
+        if life is None:
+            return False
+        if self.mesh.hosts.orphan_grace_s and life.grace_s and life.keepers:
+            self.token, self.tmp = life.token, life.folder
+            return True
+        count = await asyncio.to_thread(former.end, life)
+        if count:
+            self.said.append(f"{count} processes of this run's former life were still there, and were ended")
+        return False
+
+    async def _adopt(self, index: int) -> Host | None:
+        """That host of the former life, if it waits."""
+        host = self._host(index, f"h{index}-{os.getpid()}")
+        try:
+            kept = await asyncio.to_thread(host.adopt, self.environment())
+        except PeerDied as error:
+            self.said.append(f"{host.name} of this run's former life cannot be adopted: {error.cause}")
+            return None
+        self.kept |= {uid: (host, pid) for uid, pid in kept.items()}
+        self._count = max([self._count, *(int(uid.rpartition("g")[2]) for uid in kept)])
+        self.said.append(f"{host.name} of this run's former life was adopted, with {', '.join(sorted(kept)) or 'nothing on it'}")
+        return host
+
+    def _host(self, index: int, address: str) -> Host:
+        host = Host(index, self.tmp, self.token, self.logs / f"host{index}.log", address=address)
+        host.on_exit, host.on_lost, host.on_stopped = self._process_gone, self._host_gone, self._process_stopped
+        return host
+
     def _launch(self, index: int) -> Host:
         n = len(self._gone)
-        host = Host(index, self.tmp, self.token, self.logs / f"host{index}.log", address=f"h{index}-{n}" if n else f"h{index}")
-        host.on_exit, host.on_lost, host.on_stopped = self._process_gone, self._host_gone, self._process_stopped
-        host.launch(self.environment())
+        host = self._host(index, f"h{index}-{n}" if n else f"h{index}")
+        host.launch(self.environment(), self.mesh.hosts.orphan_grace_s)
         return host
 
     async def _living(self, name: str, index: int, *, bound: bool) -> Host:
@@ -191,6 +288,8 @@ class Fleet:
         self._by_uid.clear()
         self.replicas.clear()
         monarch_compat.hear_faults(self.heard, on=False)
+        if self.run_dir is not None:
+            former.forget(self.logs)
         shutil.rmtree(self.tmp, ignore_errors=True)
 
     async def __aenter__(self) -> Fleet:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -40,13 +42,14 @@ class Host:
         self.stopping = False
         self._ended = threading.Event()
         self._killed: dict[str, threading.Event] = {}
-        self._keeper: subprocess.Popen[bytes] | None = None
+        self._launched: dict[str, tuple[int, str]] = {}
+        self._keeper: subprocess.Popen[bytes] | Adopted | None = None
         self._write = threading.Lock()
 
-    def launch(self, environment: Mapping[str, str]) -> None:
-        """Start the keeper, and under it the worker."""
+    def launch(self, environment: Mapping[str, str], grace_s: float = 0.0) -> None:
+        """Start the keeper, and under it the worker. What the keeper launches itself waits `grace_s` for an heir of ours."""
         me = processes.me()
-        owner = [str(me["pid"]), str(me["started"])]
+        owner = [str(me["pid"]), str(me["started"]), str(grace_s)]
         worker = [sys.executable, "-P", "-c", SERVE, self.address]
         with self.log.open("ab") as log:
             self._keeper = subprocess.Popen(
@@ -59,6 +62,17 @@ class Host:
                 start_new_session=True,  # the terminal's Ctrl-C is for the controller
             )
         threading.Thread(target=self._listen, name=f"milkweed-{self.name}", daemon=True).start()
+
+    def adopt(self, environment: Mapping[str, str], within_s: float = 8.0) -> dict[str, int]:
+        """Take over from a controller that died: its keeper starts a worker for this one. Returns what it has kept, the
+        first process of each replica by its uid. Blocks. Raises PeerDied (lost) where no keeper waits."""
+        worker = [sys.executable, "-P", "-c", SERVE, self.address]
+        env = dict(environment) | {processes.HOST_VAR: self.name}
+        self._keeper = Adopted(self.folder, self.name, within_s)
+        line = self._keeper.greet({"token": self.token, "command": worker, "env": env} | processes.me(), within_s)
+        kept: dict[str, int] = json.loads(line)["kept"]
+        threading.Thread(target=self._listen, name=f"milkweed-{self.name}", daemon=True).start()
+        return kept
 
     async def attach(self, deadline_s: float) -> None:
         """Connect to the worker. Raises PeerDied or DeadlineExceeded (kind `refused`)."""
@@ -79,6 +93,22 @@ class Host:
             ready.result()
         except Exception as error:  # Monarch raises plain exceptions of many kinds here
             raise PeerDied(self.name, "refused", f"{error}\n{tail(self.log)}") from error
+
+    async def start_process(self, name: str, command: list[str], environment: Mapping[str, str], log: Path, deadline_s: float = 10.0) -> int:
+        """A process of the keeper's own, which outlives the controller where the mesh says so. Returns its id. Raises
+        PeerDied or DeadlineExceeded (kind `refused`)."""
+        self._order(launch=name, command=command, env=dict(environment), log=str(log))
+        end = asyncio.get_running_loop().time() + deadline_s
+        while name not in self._launched:
+            if self.lost:
+                raise PeerDied(name, "refused", self.lost)
+            if asyncio.get_running_loop().time() > end:
+                raise DeadlineExceeded(name, "refused", f"the keeper of {self.name} did not start it in {deadline_s:g} s")
+            await asyncio.sleep(0.01)
+        pid, how = self._launched.pop(name)
+        if not pid:
+            raise PeerDied(name, "refused", f"it could not be started: {how}")
+        return pid
 
     def watch(self, name: str, pids: list[int]) -> None:
         """Report (`on_exit`) as soon as one of these processes ends."""
@@ -133,6 +163,8 @@ class Host:
                 self.on_stopped(event["stopped"], event["pid"])
             elif "killed" in event:
                 self._killed.setdefault(event["killed"], threading.Event()).set()
+            elif "launched" in event:
+                self._launched[event["launched"]] = (event["pid"], event["how"])
             elif "host_exit" in event:
                 self._lose(f"its worker process ended {event['host_exit']}".rstrip())
             elif "bye" in event:
@@ -149,6 +181,53 @@ class Host:
             self.lost = f"host {self.name} is gone: {why}"
             if not self.stopping:
                 self.on_lost(self, self.lost)
+
+
+class Adopted:
+    """The keeper of a controller that died, as `subprocess.Popen` would show it."""
+
+    def __init__(self, folder: Path, host: str, within_s: float) -> None:
+        """Waits for the keeper to wait. Raises PeerDied (lost)."""
+        end = time.monotonic() + within_s
+        self.pid = self._started = 0
+        while True:
+            self._socket = socket.socket(socket.AF_UNIX)
+            try:
+                found = json.loads((folder / f"keeper-{host}.json").read_text())
+                self.pid, self._started = found["pid"], found["started"]
+                self._socket.connect(str(folder / f"adopt-{host}"))
+                break
+            except OSError as error:
+                self._socket.close()
+                if time.monotonic() > end or not (isinstance(error, FileNotFoundError) and processes.alive(self.pid, self._started)):
+                    raise PeerDied(host, "lost", f"no keeper of a former life waits for this one ({error})") from error
+                time.sleep(0.05)
+        self.stdin, self.stdout = self._socket.makefile("wb"), self._socket.makefile("rb")
+
+    def greet(self, who: dict[str, Any], within_s: float) -> bytes:
+        """Its answer. Raises PeerDied (lost) where it gives none."""
+        self._socket.settimeout(within_s)
+        try:
+            self.stdin.write(json.dumps(who).encode() + b"\n")
+            self.stdin.flush()
+            line = self.stdout.readline()
+        except OSError as error:
+            raise PeerDied("host", "lost", f"keeper {self.pid} of a former life does not answer: {error}") from error
+        if not line:
+            raise PeerDied("host", "lost", f"keeper {self.pid} of a former life refuses this one's token")
+        self._socket.settimeout(None)
+        return line
+
+    def kill(self) -> None:
+        if processes.alive(self.pid, self._started):
+            processes.kill([self.pid])
+
+    def wait(self, timeout: float) -> None:
+        end = time.monotonic() + timeout
+        while processes.alive(self.pid, self._started):
+            if time.monotonic() > end:
+                raise subprocess.TimeoutExpired("keeper", timeout)
+            time.sleep(0.02)
 
 
 def tail(log: Path, since: int = 0, lines: int = 20) -> str:

@@ -55,7 +55,10 @@ def ending(pid: int) -> str:
     fields = text[text.rindex(")") + 2 :].split()
     if fields[0] not in "ZX":
         return ""
-    status = int(fields[49])
+    return _words(int(fields[49]))
+
+
+def _words(status: int) -> str:
     if not os.WIFSIGNALED(status):
         return f"with status {os.WEXITSTATUS(status)}"
     name = signal.Signals(os.WTERMSIG(status)).name
@@ -78,6 +81,12 @@ def alive(pid: int, started: int) -> bool:
     """True while the process that had this id and start time runs (a zombie does not)."""
     p = read(pid)
     return p is not None and p.started == started and p.state not in "ZX"
+
+
+def lives(pid: int) -> bool:
+    """True while there is such a process (a zombie is none)."""
+    p = read(pid)
+    return p is not None and p.state not in "ZX"
 
 
 def environment(pid: int) -> dict[str, str]:
@@ -146,17 +155,17 @@ def kill(pids: Iterable[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def reap() -> list[int]:
-    """Collect this process's dead children; returns their ids."""
-    dead: list[int] = []
+def reap() -> dict[int, str]:
+    """Collect this process's dead children; returns how each ended, in words."""
+    dead: dict[int, str] = {}
     while True:
         try:
-            pid, _ = os.waitpid(-1, os.WNOHANG)
+            pid, status = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
             return dead
         if pid == 0:
             return dead
-        dead.append(pid)
+        dead[pid] = _words(status)
 
 
 def remove_shm(token: str) -> None:
@@ -171,6 +180,16 @@ def remove_named(names: Iterable[str]) -> None:
         path = SHM / name
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def remove_unmapped(token: str) -> None:
+    """Remove those of the run's entries of /dev/shm that none of its living processes maps."""
+    mapped = set()
+    for pid in by_token(token):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+            mapped |= {line.partition(f"{SHM}/")[2] for line in Path(f"/proc/{pid}/maps").read_text().splitlines()}
+    names = os.listdir(SHM) if SHM.is_dir() else []
+    remove_named(n for n in names if n.startswith((f"mw-{token}-", f"sem.mw-{token}-")) and n not in mapped)
 
 
 def by_token(token: str, host: str | None = None) -> list[int]:

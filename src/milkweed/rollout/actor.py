@@ -1,4 +1,4 @@
-"""The engine as a Monarch actor: messages in and out are MessagePack bytes, each for many requests."""
+"""The engine's calls (`service.py`) as endpoints of a Monarch actor."""
 
 from __future__ import annotations
 
@@ -6,13 +6,9 @@ import asyncio
 from collections.abc import Awaitable
 from typing import TypeVar
 
-import msgspec
-
 from milkweed.errors import MilkweedError
 from milkweed.fleet.monarch_compat import Actor, concurrent_endpoint
-from milkweed.rollout.engine import RolloutEngine
-from milkweed.rollout.protocol import EngineSpec, decode_requests, encode
-from milkweed.transfer.manifest import Staged
+from milkweed.rollout.service import EngineService
 
 T = TypeVar("T")
 
@@ -26,43 +22,43 @@ async def _kept(work: Awaitable[T]) -> T:
 
 
 class EngineActor(Actor):
-    """Hosts one engine in its process. Made in an instant; `start` loads the model."""
+    """One engine in its process."""
 
     def __init__(self, spec: bytes) -> None:
-        self._engine = RolloutEngine(msgspec.msgpack.decode(spec, type=EngineSpec))
+        self._service = EngineService(spec)
 
     @concurrent_endpoint
     async def start(self) -> bytes:
-        return encode(await _kept(self._engine.start()))
+        return await _kept(self._service.start())
 
     @concurrent_endpoint
     async def submit(self, requests: bytes) -> None:
-        await _kept(self._engine.submit(decode_requests(requests)))
+        await _kept(self._service.submit(requests))
 
     @concurrent_endpoint
     async def collect(self, max_wait_s: float, linger_s: float) -> bytes:
-        return encode(await _kept(self._engine.collect(max_wait_s, linger_s)))
+        return await _kept(self._service.collect(max_wait_s, linger_s))
 
     @concurrent_endpoint
     async def abort(self, ids: list[str]) -> None:
-        await _kept(self._engine.abort(ids))
+        await _kept(self._service.abort(ids))
 
     @concurrent_endpoint
     async def layout(self, deadline_s: float) -> bytes:
-        return await _kept(self._engine.layout(deadline_s))
+        return await _kept(self._service.layout(deadline_s))
 
     @concurrent_endpoint
     async def commit(self, staged: bytes, deadline_s: float, fault: str = "") -> bytes:
-        return encode(await _kept(self._engine.commit(msgspec.msgpack.decode(staged, type=Staged), deadline_s, fault)))
+        return await _kept(self._service.commit(staged, deadline_s, fault))
 
     @concurrent_endpoint
     async def checksum(self) -> dict[str, str]:
-        return await _kept(self._engine.checksum())
+        return await _kept(self._service.checksum())
 
     @concurrent_endpoint
     async def stats(self) -> bytes:
-        return encode(self._engine.stats())
+        return await _kept(self._service.stats())
 
     @concurrent_endpoint
     async def close(self) -> None:
-        await _kept(self._engine.close())
+        await _kept(self._service.close())

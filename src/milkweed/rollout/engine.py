@@ -70,6 +70,8 @@ class RolloutEngine:
     async def start(self) -> EngineStats:
         """Loads the model; returns when the engine serves. Blocks the event loop meanwhile (the engine's processes
         live as long as the thread that starts them). Raises ConfigError, DataError or EngineDied."""
+        if self._sglang is not None:
+            return self.stats()  # for another controller, long ago
         c = self.spec
         self._expected, self._tied = folder_tensors(c.model), tied(c.model)
         self._sglang = SGLang(
@@ -178,6 +180,14 @@ class RolloutEngine:
             for request_id in ids:
                 if request_id in self._running:
                     self._sglang.abort(request_id)
+
+    async def forsake(self, within_s: float = 5.0) -> None:
+        """Whoever asked is gone: what runs is stopped, and nobody is answered."""
+        await self.abort(list(self._running))
+        end = time.monotonic() + within_s
+        while self._running and time.monotonic() < end:
+            await asyncio.sleep(0.02)
+        self._replies = []
 
     def stats(self) -> EngineStats:
         busy = self._busy_s + (time.monotonic() - self._busy_since if self._busy_since is not None else 0.0)

@@ -33,9 +33,13 @@ class Launcher:
 
     async def one(self, index: int) -> tuple[Replica, EngineStats]:
         """Engine `index`. Raises FleetError, ConfigError or DataError; nothing is left of it then."""
-        replica = await self.fleet.spawn(
-            self.role, index, EngineActor, encode(self._spec), env=self._env, deadline_s=self.deadline_s
-        )
+        spec, env, within = encode(self._spec), self._env, self.deadline_s
+        replica: Replica
+        if self.fleet.mesh.hosts.orphan_grace_s:
+            target = "milkweed.rollout.service:EngineService"
+            replica = await self.fleet.serve(self.role, index, target, spec, env=env, deadline_s=within)
+        else:
+            replica = await self.fleet.spawn(self.role, index, EngineActor, spec, env=env, deadline_s=within)
         try:
             return replica, decode_stats(await replica.call_one("start", deadline_s=self.deadline_s))
         except BaseException as e:

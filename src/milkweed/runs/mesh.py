@@ -191,7 +191,14 @@ async def up(
     except BaseException as error:
         await whole(live.down())
         raise (first_leaf(error) if isinstance(error, BaseExceptionGroup) else error) from None
+    await fleet.end_unclaimed()
     live.supervise()
+    if live.weights is not None and any(getattr(r, "adopted", False) for r in fleet.replicas):
+        try:
+            await live.publish()  # engines of a former life hold what its trainer had
+        except BaseException:
+            await whole(live.down())
+            raise
     freeze()
     return live
 

@@ -307,6 +307,8 @@ class Run:
                 **models,
                 progress=view.status,
             )
+            for text in mesh.fleet.said:
+                view.say(text)
             run = cls(config, directory, mesh, view)
             await run._open()
             return run
