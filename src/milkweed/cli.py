@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     serve.add_argument("--mesh", default="local", help="mesh file, or the name of one that comes with Milkweed (default: local)")
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     serve.add_argument("--port", type=int, default=8000, help="port to listen on; 0 takes a free one (default: 8000)")
-    serve.add_argument("--token", default=os.environ.get("MILKWEED_TOKEN", ""), help="what callers must bring (default: $MILKWEED_TOKEN, or one made up)")
+    serve.add_argument("--token", default=os.environ.get("MILKWEED_API_KEY", ""), help="what callers must bring (default: $MILKWEED_API_KEY, or one made up)")
     serve.add_argument("--name", default="", help="the model's name (default: the folder's)")
     parting = commands.add_parser("diff", help="name the first step and quantity in which two runs part")
     parting.add_argument("one", type=Path)

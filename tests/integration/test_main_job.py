@@ -10,9 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
+from listening import listeners
 
 import milkweed as mw
 from milkweed.errors import ConfigError, DataError, RunLocked
+from milkweed.fleet import processes
 
 pytestmark = pytest.mark.stack
 SAMPLING = mw.Sampling(max_tokens=6)
@@ -76,6 +78,16 @@ def test_after_every_update_trainer_and_engine_agree_on_log_probs(loop, live):
             assert batch.mask.sum() >= 32 and worst < 1e-4, worst
 
     loop.run(check())
+
+
+def test_a_run_listens_on_loopback_only(loop, live):
+    loop.run(step(live))
+    fleet = live.mesh.fleet
+    assert fleet.tmp.stat().st_mode & 0o777 == 0o700, "Monarch's sockets are for nobody else"
+    pids = processes.by_token(fleet.token)
+    assert len(pids) >= 6
+    where = {pid: listeners(pid) for pid in [*pids, os.getpid()]}
+    assert {address for found in where.values() for address in found} <= {"127.0.0.1", "::1"}, where
 
 
 def test_live_parameters_equal_an_engine_started_from_the_exported_folder(loop, live, tmp_path):

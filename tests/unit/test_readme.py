@@ -6,6 +6,7 @@ import asyncio
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
 import milkweed as mw
@@ -77,11 +78,12 @@ def test_the_recipe_shown_is_the_recipe_that_runs():
     assert shown and shown.group(1).strip() in recipe
 
 
-def test_behind_each_sentence_on_faults_stands_a_test():
-    page = README.split("## When something fails")[1].split("\n## ")[0]
+@pytest.mark.parametrize("heading, least", [("## When something fails", 10), ("## Trust", 5)])
+def test_behind_each_point_on_faults_and_on_trust_stands_a_test(heading, least):
+    page = README.split(heading)[1].split("\n## ")[0]
     tests = "".join(f.read_text() for f in Path(__file__).resolve().parents[1].rglob("test_*.py"))
     points = page.split("\n- ")[1:]
-    assert len(points) >= 10
+    assert len(points) >= least
     for point in points:
         named = re.findall(r"`(test_\w+)`", point)
         assert named, f"no test stands behind: {point[:80]}"

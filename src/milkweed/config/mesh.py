@@ -110,6 +110,8 @@ class RewardConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How many processes score."""
     threads: int = 1
     """CPU threads of each."""
+    credentials: tuple[str, ...] = ()
+    """Environment variables that they may have although their names look like those of credentials ("OPENAI_API_KEY")."""
 
 
 class EnvironmentConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -117,6 +119,8 @@ class EnvironmentConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     """How many processes run environments; 0 runs them in the controller."""
     threads: int = 1
     """CPU threads of each."""
+    credentials: tuple[str, ...] = ()
+    """As in [reward]."""
 
 
 class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

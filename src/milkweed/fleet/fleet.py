@@ -18,7 +18,7 @@ from typing import Any
 
 from milkweed.config import MeshConfig
 from milkweed.errors import ConfigError, DeadlineExceeded, FleetError, PeerDied
-from milkweed.fleet import former, monarch_compat, processes
+from milkweed.fleet import credentials, former, loopback, monarch_compat, processes
 from milkweed.fleet.agent import Agent
 from milkweed.fleet.host import Host
 from milkweed.fleet.replica import Replica
@@ -52,7 +52,7 @@ class Fleet:
         self.kept: dict[str, tuple[Host, int]] = {}
         """What a former life has left, by uid: its host and first process. `serve` takes what it can use."""
         self.said: list[str] = []
-        """What the start has to tell of a former life."""
+        """What the start has to tell: what is open to whom, and what became of a former life."""
 
     @classmethod
     async def start(cls, mesh: MeshConfig, run_dir: Path | str | None = None) -> Fleet:
@@ -62,6 +62,7 @@ class Fleet:
         """
         monarch_compat.check_version()
         fleet = cls(mesh, None if run_dir is None else Path(run_dir))
+        fleet.said += loopback.opened(os.environ)
         inherits = False
         if run_dir is not None:
             inherits = await fleet._settle_former()
@@ -255,7 +256,10 @@ class Fleet:
             processes.HOST_VAR: replica.host.name,
             "MILKWEED_LOG": str(replica.log),
         }
-        command = monarch_compat.replica_command(sys.executable, self.environment() | env | own)
+        whole = self.environment() | env
+        if replica.role in credentials.ROLES:
+            whole |= credentials.emptied(whole, getattr(self.mesh, replica.role).credentials)
+        command = monarch_compat.replica_command(sys.executable, whole | own)
 
         async def within(answer: Any, what: str) -> Any:
             return await replica.settle(answer.as_asyncio(), what, max(0.1, end - time.monotonic()))
@@ -305,6 +309,8 @@ class Fleet:
         env = dict(os.environ)
         env.setdefault("OMP_NUM_THREADS", "1")
         env.setdefault("TOKENIZERS_PARALLELISM", "false")
+        if self.mesh.hosts.kind == "local":
+            env = loopback.ENVIRONMENT | env
         env.pop(processes.REPLICA_VAR, None)
         return env | {
             processes.TOKEN_VAR: self.token,

@@ -31,7 +31,9 @@ if __name__ == "__main__":
     import faulthandler
 
     faulthandler.enable()
+    from milkweed.fleet.credentials import drop_empty
     from milkweed.fleet.monarch_compat import run_replica_process
 
+    drop_empty(os.environ)  # type: ignore[arg-type]
     run_replica_process()
     sys.exit(0)

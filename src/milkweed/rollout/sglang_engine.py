@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from milkweed.errors import ConfigError, DataError, MilkweedError
+from milkweed.fleet.loopback import keep_stores
 
 if TYPE_CHECKING:
     from milkweed.types import Sampling
@@ -318,6 +319,7 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
     # what the process was forked with is never collected here: it belongs to the parent
     gc.freeze()
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # the parent ignores it
+    keep_stores()
     from sglang.srt.managers.scheduler import run_scheduler_process
 
     run_scheduler_process(*args, **kwargs)

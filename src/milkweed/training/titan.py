@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from milkweed.errors import ConfigError
+from milkweed.fleet.loopback import keep_stores
 from milkweed.training.attention import DocumentMask
 from milkweed.training.config import TrainerConfig
 from milkweed.training.model import VALUE_HEAD, Architecture
@@ -44,6 +45,7 @@ def init_process_group(timeout_s: float) -> int:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
+        keep_stores()
         dist.init_process_group(backend, timeout=timeout)
     return dist.get_world_size()
 

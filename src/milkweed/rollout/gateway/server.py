@@ -11,6 +11,8 @@ import asyncio
 import contextlib
 import hmac
 import inspect
+import ipaddress
+import logging
 import secrets
 import socket
 import time
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 
     from milkweed.data.tokenizer import Chat
 
+_log = logging.getLogger("milkweed.gateway")
 BODY_BYTES = 32 << 20
 IDLE_S = 3600.0
 """A session that nobody has used for so long is forgotten."""
@@ -177,6 +180,12 @@ class Gateway:
                 f"the gateway cannot listen on {self.host}:{self.port}: {error}; give another port (0: any)"
             ) from error
         self.port = listener.getsockname()[1]
+        if not ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
+            _log.warning(
+                "the gateway is open to every machine that reaches %s:%d, for who has its token or a session's key; it is not encrypted",
+                self.host,
+                self.port,
+            )
         config = uvicorn.Config(
             self._app(),
             lifespan="off",
