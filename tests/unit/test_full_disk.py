@@ -81,3 +81,100 @@ def test_a_full_disk_is_known_whoever_passes_it_on():
     outer.__cause__ = inner
     assert no_room(outer) and no_room(sqlite3.OperationalError("database or disk is full"))
     assert no_room(RemoteError("trainer0", "raised", "OSError: [Errno 28] No space left on device")) and not no_room(ValueError("full of errors"))
+
+
+class Writer:
+    """A trainer whose checkpoints fail while the disk is full: at once, or when they are asked after."""
+
+    def __init__(self, late: bool) -> None:
+        self.late, self.full, self.begun, self.failed = late, True, [], False
+
+    async def save(self, state, *, wait):
+        if self.full and not self.late:
+            raise DataError("the checkpoint could not be written: OSError: [Errno 28] No space left on device")
+        self.begun.append(state)
+        self.failed = self.full
+
+    async def saved(self, *, wait=False, deadline_s=None):
+        if self.failed:
+            self.failed = False
+            raise DataError("the checkpoint could not be written: RuntimeError: unexpected pos (the disk is full: 0 MiB are left)")
+        return True
+
+
+class Counted:
+    def __init__(self) -> None:
+        self.counted: list[PolicyVersion] = []
+
+    async def before_checkpoint(self) -> None:
+        return None
+
+    def after_checkpoint(self, version) -> None:
+        self.counted.append(version)
+
+
+def saving(late: bool, monkeypatch):
+    from types import SimpleNamespace
+
+    from milkweed.runs import saving as module
+    from milkweed.runs.saving import Saving
+
+    monkeypatch.setattr(module, "FULL_S", 0.01)
+    said: list[str] = []
+    mesh = SimpleNamespace(trainer=Writer(late), critic=None, version=PolicyVersion(0, 5))
+    made = Saving(mesh, SimpleNamespace(say=said.append), lambda: {"step": mesh.version.step})
+    made.flow = Counted()
+    return made, mesh, said
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_checkpoint_waits_for_room_and_the_run_goes_on(late, monkeypatch):
+    async def story() -> None:
+        it, mesh, said = saving(late, monkeypatch)
+        writing = asyncio.create_task(it.write(wait=True))
+        await asyncio.sleep(0.1)
+        assert not writing.done() and len(said) == 1 and "waits for room on the disk" in said[0], "said once"
+        mesh.trainer.full = False
+        await asyncio.wait_for(writing, 5)
+        assert it.flow.counted == [PolicyVersion(0, 5)] and "there is room again: checkpoint 5" in said[1]
+
+    asyncio.run(story())
+
+
+def test_a_checkpoint_that_failed_while_the_run_went_on_is_followed_by_another(monkeypatch):
+    async def story() -> None:
+        it, mesh, said = saving(True, monkeypatch)
+        await it.write(wait=False)
+        mesh.version, mesh.trainer.full = PolicyVersion(0, 7), False
+        await it.look()
+        assert it.flow.counted == [PolicyVersion(0, 7)] and mesh.trainer.begun[-1] == {"step": 7}
+        mesh.trainer.full = True
+        await it.write(wait=False)
+        mesh.version, mesh.trainer.full = PolicyVersion(0, 9), False
+        await it.write(wait=False)  # it hears of the failure here
+        assert it.flow.counted[-1] == PolicyVersion(0, 9) and it.under_way is None
+
+    asyncio.run(story())
+
+
+def test_another_failure_of_a_checkpoint_is_not_waited_for(monkeypatch):
+    async def story() -> None:
+        it, mesh, said = saving(False, monkeypatch)
+
+        async def broken(state, *, wait):
+            raise DataError("the checkpoint could not be written: PermissionError")
+
+        mesh.trainer.save = broken
+        with pytest.raises(DataError, match="PermissionError"):
+            await asyncio.wait_for(it.write(wait=True), 5)
+        assert not said
+
+    asyncio.run(story())
+
+
+def test_pytorchs_word_for_a_full_disk_is_understood(tmp_path):
+    from milkweed.training.checkpoints import _full
+
+    short = _full(RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598"), tmp_path)
+    assert no_room(DataError(f"no checkpoint{short}"))
+    assert _full(RuntimeError("something else"), tmp_path) == ""

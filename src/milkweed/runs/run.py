@@ -24,7 +24,8 @@ from milkweed.runs.flow import Flow
 from milkweed.runs.mesh import ROLES, Mesh, up, whole
 from milkweed.runs.rows import Rows
 from milkweed.runs.sampling import sample_groups
-from milkweed.types import Batch, Environment, Group, Loss, PolicyVersion, Prompt, Sampling
+from milkweed.runs.saving import Saving
+from milkweed.types import Batch, Environment, Group, Loss, Prompt, Sampling
 
 if TYPE_CHECKING:
     import torch
@@ -48,8 +49,7 @@ class Run:
         self._began = time.monotonic()
         self._spent_before = 0.0
         self._flow: Flow | None = None
-        self._unsaved: PolicyVersion | None = None
-        """What a checkpoint is being written of."""
+        self._saving = Saving(mesh, view, self._kept)
         self._rows: Any = None  # Rows, once it is open
 
     # ---- what a recipe calls
@@ -88,8 +88,8 @@ class Run:
             every = self.config.checkpoint_every
             if self.step // every > before // every or self.step >= self.config.steps:
                 await self.checkpoint(wait=self.step >= self.config.steps)
-            elif self._unsaved is not None and await self.mesh.trainer.saved():  # type: ignore[union-attr]
-                self._counted()
+            else:
+                await self._saving.look()
 
     async def sample(
         self,
@@ -218,36 +218,18 @@ class Run:
     async def checkpoint(self, *, wait: bool = True) -> None:
         """Writes a checkpoint: parameters, optimiser, schedule, and where the data and the schedule of evaluation stand.
         Without `wait` it is written while the run goes on; it counts once it is whole."""
-        assert self.mesh.trainer is not None
-        await self._written()
         self.view.status(f"writing checkpoint {self.step}")
-        if self._flow is not None:
-            await self._flow.before_checkpoint()
-        state = {
+        await self._saving.write(wait=wait)
+        self.view.status("")
+
+    def _kept(self) -> dict[str, Any]:
+        """What goes into a checkpoint beside the weights."""
+        return {
             "streams": {name: s.state() for name, s in self._streams.items()},
             "held_out": self.held_out,
             "recipe": self.state,
             "spent_s": self.spent_s,
         }
-        if self.mesh.critic is not None:  # first: the policy's checkpoint is the one that counts, and names the critic's
-            await whole(self.mesh.critic.save())
-            state["critic"] = self.mesh.critic.version.step
-        await whole(self.mesh.trainer.save(state, wait=False))
-        self._unsaved = self.mesh.version
-        if wait:
-            await self._written()
-        self.view.status("")
-
-    async def _written(self, deadline_s: float | None = None) -> None:
-        """Waits for the checkpoint that is being written, if one is."""
-        if self._unsaved is not None:
-            await whole(self.mesh.trainer.saved(wait=True, deadline_s=deadline_s))  # type: ignore[union-attr]
-            self._counted()
-
-    def _counted(self) -> None:
-        version, self._unsaved = self._unsaved, None
-        if self._flow is not None and version is not None:
-            self._flow.after_checkpoint(version)
 
     @property
     def spent_s(self) -> float:
@@ -340,7 +322,7 @@ class Run:
         self._rows = Rows(self.config, path, self.view, resumed_at=resumed_at, record=self.directory.record.config)
         self.mesh.on_fault = lambda event: self._rows.fault(self.step, event)
         if self.mesh.trainer is not None:
-            self._flow = Flow(self.config, path, self.mesh, self.view.say)
+            self._flow = self._saving.flow = Flow(self.config, path, self.mesh, self.view.say)
             if self.mesh.weights is not None:
                 self.mesh.weights.served = self._flow.served
             self._flow.resume(self.mesh.version, same=not self.directory.changed)
@@ -361,7 +343,7 @@ class Run:
         """Take the mesh down and give up the directory; the last line says what came of the run."""
         if self._flow is not None:
             await self._flow.evaluated()
-        await self._written()
+        await self._saving.written()
         self.view.status("taking the mesh down")
         await self._close()
         self.view.status("")
@@ -372,9 +354,9 @@ class Run:
     async def _close(self) -> None:
         try:
             try:  # however the run ends, what is being written is finished
-                await self._written(60.0)
+                await self._saving.written(60.0)
             except MilkweedError as error:
-                self.view.say(f"the checkpoint of {self._unsaved} is not whole: {error}")
+                self.view.say(f"the checkpoint of {self._saving.under_way} is not whole: {error}")
             if self._flow is not None:
                 await whole(self._flow.close())
         finally:

@@ -19,6 +19,9 @@ from milkweed.errors import DataError
 from milkweed.training import titan
 from milkweed.types import PolicyVersion
 
+FULL_BYTES = 8 << 20
+"""A disk with less room than this counts as full where something could not be written to it."""
+
 
 @dataclass
 class Found:
@@ -82,13 +85,27 @@ class Checkpoints:
         """Whether this rank has written its part of what was saved last. Raises what writing it raised."""
         future = self.manager.save_future
         if future is not None and future.done():
-            _raise(future.exception())
+            self._check(future)
         return future is None or future.done()
+
+    def _check(self, future: Any) -> None:
+        """Raises what it raised, once: what is saved next is another matter."""
+        if (error := future.exception()) is not None:  # waits
+            self.manager.save_future = None
+            raise DataError(f"the checkpoint could not be written: {_cause(error)}{_full(error, self.folder)}") from error
 
     def finish(self) -> None:
         """Waits until what was saved last is whole. Raises what writing it raised."""
-        if self.manager.save_future is not None:
-            _raise(self.manager.save_future.exception())  # waits
+        error, waits = "", self.manager.save_future is not None
+        if waits:
+            try:
+                self._check(self.manager.save_future)
+            except DataError as failed:
+                error = str(failed)
+        if error := self._agree(error):  # on all ranks or on none: they go on together
+            self.manager.save_future = None
+            raise DataError(error)
+        if waits:
             self.manager.maybe_wait_for_saving()
             self._barrier()
         if self._aside is not None and self._first():
@@ -147,9 +164,12 @@ class Checkpoints:
             self.manager.close()
 
 
-def _raise(error: BaseException | None) -> None:
-    if error is not None:
-        raise DataError(f"the checkpoint could not be written: {_cause(error)}") from error
+def _full(error: BaseException, folder: Path) -> str:
+    """PyTorch says of a full disk only that a file has not grown as it should have."""
+    text = _cause(error)
+    short = any(words in text for words in ("unexpected pos", "file write failed", "failed writing file"))
+    free = shutil.disk_usage(folder).free if folder.is_dir() else FULL_BYTES
+    return f" (the disk is full: {free >> 20} MiB are left at {folder})" if short or free < FULL_BYTES else ""
 
 
 def _cause(error: BaseException) -> str:
