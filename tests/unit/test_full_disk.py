@@ -178,3 +178,19 @@ def test_pytorchs_word_for_a_full_disk_is_understood(tmp_path):
     short = _full(RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598"), tmp_path)
     assert no_room(DataError(f"no checkpoint{short}"))
     assert _full(RuntimeError("something else"), tmp_path) == ""
+
+
+def test_what_is_written_for_people_waits_for_room_in_whole_lines(tmp_path, monkeypatch):
+    from milkweed.observe.lines import Lines
+
+    lines = Lines(tmp_path / "metrics.jsonl")
+    lines.add("a first line that is long enough")
+    disk = Disk(monkeypatch)
+    lines.add("a second line that is long enough")
+    lines.add("a third line that is long enough")
+    assert disk.refused and (tmp_path / "metrics.jsonl").read_text() == "a first line that is long enough\n"
+    disk.full = False
+    lines.add("a last line that is long enough")
+    assert [line.split()[1] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == ["first", "second", "third", "last"]
+    lines.close()
+    lines.close()

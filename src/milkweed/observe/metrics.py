@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from pathlib import Path
 from typing import Any
 
-from milkweed.errors import ConfigError
+from milkweed.errors import ConfigError, no_room
+from milkweed.observe.lines import Lines
+
+_log = logging.getLogger("milkweed.metrics")
 
 
 def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
@@ -48,11 +52,11 @@ class MetricsLog:
         path = folder / "metrics.jsonl"
         if resumed_at is not None:
             truncate_jsonl(path, resumed_at)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = Lines(path)
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         # flushing by its own thread every 10 s keeps the writer off the loop's path
-        self._board = EventFileWriter(str(folder / "tensorboard"), flush_secs=10)
+        self._board: EventFileWriter | None = EventFileWriter(str(folder / "tensorboard"), flush_secs=10)
         self._wandb = None
         if wandb:
             try:
@@ -64,16 +68,23 @@ class MetricsLog:
     def log(self, step: int, row: dict[str, Any]) -> None:
         """Append `row` (numbers; nested dicts become `a/b`). Rows are flushed at once: they are what a crash leaves."""
         flat = flatten(row)
-        self._file.write(json.dumps({"step": step, "time": round(time.time(), 3), **flat}) + "\n")
-        self._file.flush()
+        self._file.add(json.dumps({"step": step, "time": round(time.time(), 3), **flat}))
         numbers = {k: float(v) for k, v in flat.items() if isinstance(v, (int, float))}
-        self._board.add_event(_event(step, numbers))
+        try:
+            if self._board is not None:
+                self._board.add_event(_event(step, numbers))
+        except OSError as error:  # of its thread, which is dead
+            if not no_room(error):
+                raise
+            self._board = None
+            _log.warning("nothing more is written for TensorBoard: %s; metrics.jsonl has everything", error)
         if self._wandb is not None:
             self._wandb.log(numbers, step=step)
 
     def close(self) -> None:
         self._file.close()
-        self._board.close()
+        if self._board is not None:
+            self._board.close()
         if self._wandb is not None:
             self._wandb.finish()
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
+from milkweed.observe.lines import Lines
 from milkweed.observe.metrics import truncate_jsonl
 from milkweed.types import Group
 
@@ -17,7 +18,7 @@ class SampleLog:
         path = folder / "samples.jsonl"
         if resumed_at is not None:
             truncate_jsonl(path, resumed_at)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = Lines(path)
         self._per_step = per_step
 
     def log(self, step: int, groups: Iterable[Group], kind: str = "train") -> None:
@@ -42,8 +43,7 @@ class SampleLog:
                 if t.dropped:
                     row["dropped"] = t.dropped
                 lines.append(json.dumps(row, ensure_ascii=False, default=str))
-        self._file.write("".join(line + "\n" for line in lines))
-        self._file.flush()
+        self._file.add(*lines)
 
     def close(self) -> None:
         self._file.close()

@@ -12,6 +12,7 @@ import msgspec
 
 from milkweed.errors import DataError
 from milkweed.fleet.supervision import Event
+from milkweed.observe.lines import Lines
 from milkweed.observe.metrics import MetricsLog
 from milkweed.observe.samples import SampleLog
 from milkweed.observe.view import View
@@ -26,7 +27,7 @@ class Rows:
     def __init__(self, config: RunConfig, folder: Path, view: View, *, resumed_at: int | None, record: dict[str, Any]) -> None:
         self.view = view
         self._metrics = MetricsLog(folder, resumed_at=resumed_at, wandb=config.wandb, config=record)
-        self._faults = folder / "faults.jsonl"
+        self._faults = Lines(folder / "faults.jsonl")
         self._samples = SampleLog(folder, per_step=config.samples_logged, resumed_at=resumed_at)
         self._step: dict[str, Any] = {}
         self._kv: dict[str, Any] = {}
@@ -41,8 +42,7 @@ class Rows:
         }
         self.view.say(text[event.what])
         row = {"step": step, "at": time.time(), **msgspec.to_builtins(event)}
-        with self._faults.open("ab") as file:
-            file.write(msgspec.json.encode(row) + b"\n")
+        self._faults.add(msgspec.json.encode(row).decode())
 
     def sampled(self, step: int, groups: list[Group], began: float, generate: float, reward: float, more: dict[str, float], kv: dict[str, Any]) -> None:
         """Begins the row of `step`, whose groups were asked for at `began` (monotonic) and took the engines `generate`
@@ -112,6 +112,7 @@ class Rows:
     def close(self) -> None:
         self._metrics.close()
         self._samples.close()
+        self._faults.close()
 
 
 def _resident() -> int:
