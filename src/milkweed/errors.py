@@ -37,7 +37,7 @@ class FleetError(MilkweedError):
     """Something remote failed. `peer` is the replica's name, `kind` one of the words below.
 
     died: the process is gone. hung: a deadline passed. raised: its code raised (the replica lives).
-    refused: it never came up. lost: its host is gone.
+    refused: it never came up. lost: its host is gone. wrong, slow: it answers, but not as its peers do.
     """
 
     def __init__(self, peer: str, kind: str, cause: str) -> None:

@@ -112,7 +112,11 @@ class Rig:
 
     def commit_on(self, engine: str, staged: Staged, fault: str) -> Any:
         replica = next(r for r in self.fleet.replicas if r.name == engine)
-        return decode_report(self.run(replica.call_one("commit", encode(staged), 30.0, fault, deadline_s=60)))
+
+        async def commit() -> bytes:
+            return await replica.call_one("commit", encode(staged), 30.0, fault, deadline_s=60)
+
+        return decode_report(self.run(commit()))
 
 
 def _sharpened(folder: Path) -> Path:

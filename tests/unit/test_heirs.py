@@ -169,3 +169,26 @@ def test_a_keeper_that_nobody_comes_to_ends_what_it_kept(killed):
     assert not processes.lives(pid)
 
 
+
+
+def test_a_signal_to_a_keeper_is_a_notice_and_a_second_one_its_end(monkeypatch):
+    monkeypatch.setattr(host_module, "SERVE", WORKER)
+
+    async def noticed() -> None:
+        folder = Path("/tmp") / f"heirs-{os.getpid()}-n"
+        folder.mkdir(mode=0o700)
+        host, served = await first_life(folder)
+        heard: list[Host] = []
+        host.on_notice = heard.append
+        os.kill(host._keeper.pid, signal.SIGTERM)
+        until = time.monotonic() + 5
+        while not heard and time.monotonic() < until:
+            await asyncio.sleep(0.02)
+        assert heard == [host] and host.noticed and await served.call_one("add", 1, deadline_s=5) == 8, "it goes on"
+        os.kill(host._keeper.pid, signal.SIGTERM)
+        while folder.exists() and time.monotonic() < until:
+            await asyncio.sleep(0.02)
+        assert not folder.exists() and not processes.lives(served.pids[0])
+        await served.stop()
+
+    asyncio.run(noticed())

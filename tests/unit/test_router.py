@@ -31,7 +31,7 @@ class FakeReplica:
     """Answers each request with its own prompt once `gate` is open."""
 
     def __init__(self, index: int) -> None:
-        self.name, self.host = f"rollout{index}", SimpleNamespace(name="host0")
+        self.name, self.index, self.host = f"rollout{index}", index, SimpleNamespace(name="host0")
         self.stats = EngineStats(version=V0, state="serving")
         self.gate, self.news, self.failed = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.gate.set()

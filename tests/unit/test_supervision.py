@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from milkweed.errors import ConfigError, DataError, FleetError, PeerDied, RemoteError, TransferError
+from milkweed.errors import ConfigError, DataError, EnvironmentFailed, FleetError, PeerDied, RemoteError, TransferError
 from milkweed.environments.items import Outcome, decode_items
 from milkweed.environments.reward import Scorer
+from milkweed.environments.workers import EnvironmentWorkers
+from milkweed.environments.workshop import Done, encode_event
 from milkweed.fleet.supervision import Budget, Event, Supervisor, kind_of, recycles
 from milkweed.rollout.protocol import CommitReport, EngineStats, encode
 from milkweed.rollout.router import Router
@@ -215,8 +217,10 @@ class Hosts:
     """What `Upkeep` needs of a fleet: two hosts, engines 0 and 1 on them, and starts that take a moment."""
 
     def __init__(self) -> None:
-        self.hosts = [SimpleNamespace(name=f"host{i}", index=i, leaving=False) for i in range(2)]
-        self.mesh = SimpleNamespace(hosts=SimpleNamespace(notice="", notice_s=1.0), rollout=SimpleNamespace(standby=0))
+        self.hosts = [SimpleNamespace(name=f"host{i}", index=i, leaving=False, noticed=False, lost=None) for i in range(2)]
+        rollout = SimpleNamespace(standby=0, look_s=0, slower=5)
+        self.mesh = SimpleNamespace(hosts=SimpleNamespace(notice="", notice_s=1.0), rollout=rollout, device="cpu")
+        self.on_notice: Any = None
         self.replicas: list[FakeReplica] = []
 
     async def one(self, index: int) -> tuple[FakeReplica, EngineStats]:
@@ -331,3 +335,136 @@ def test_rewards_wait_for_the_worker_that_comes_in_place_of_the_last_one_or_hear
             await scorer.close()
 
     asyncio.run(asyncio.wait_for(work(), 20))
+
+
+def test_a_fault_that_goes_round_the_places_of_a_role_ends_the_run():
+    async def work() -> None:
+        ends: list[FleetError] = []
+
+        async def bring(index: int) -> None:
+            await asyncio.sleep(1)
+
+        supervisor = Supervisor("reward", bring, ended=ends.append, budget=Budget(retries=9, role_retries=3))
+        for index in range(2):
+            supervisor.serving(index)
+        for n in range(8):
+            supervisor.failed(n % 2, PeerDied(f"reward{n % 2}", "died", "out of luck"))
+            await asyncio.sleep(5)
+        assert len(ends) == 1 and "the last of 8 failures of role reward in 300 s" in str(ends[0])
+        # spread over more time the same number is none
+        supervisor, ends[:] = Supervisor("reward", bring, ended=ends.append, budget=Budget(retries=99, role_retries=3)), []
+        supervisor.serving(0)
+        for _ in range(30):
+            supervisor.failed(0, PeerDied("reward0", "died", "out of luck"))
+            await asyncio.sleep(70)
+        assert not ends
+
+    run_virtual(work())
+
+
+def test_a_host_whose_replicas_fail_again_and_again_is_used_no_more_where_there_is_another():
+    async def work(router: Router, fleet: Hosts, upkeep: Upkeep, events: list[Event]) -> None:
+        supervisor = upkeep._engines
+        for _ in range(supervisor.budget.host_retries + 1):
+            engine = next(e for e in router.crew.living if e.replica.index == 0)
+            assert not fleet.hosts[0].leaving and engine.replica.host is fleet.hosts[0]
+            supervisor.places[0].failures = 0  # the place's own budget is another matter
+            router.lose(engine, PeerDied("rollout0", "died", "out of luck"))
+            while supervisor.places[0].state != "serving":
+                await asyncio.sleep(0.02)
+        assert fleet.hosts[0].leaving and not fleet.hosts[1].leaving
+        assert [e.replica for e in events if e.what == "given up"] == ["host0"]
+        assert {e.replica.host.name for e in router.crew.living} == {"host1"}
+        for _ in range(supervisor.budget.host_retries + 2):  # nowhere else to go: it is used on
+            supervisor._failures.count("host1", asyncio.get_running_loop().time(), 300)
+        upkeep._shun("host1")
+        assert not fleet.hosts[1].leaving
+
+    kept(2, work)
+
+
+def test_a_signal_to_a_host_moves_its_engines_as_the_file_does():
+    async def work(router: Router, fleet: Hosts, upkeep: Upkeep, events: list[Event]) -> None:
+        host = fleet.hosts[0]
+        host.noticed = True
+        fleet.on_notice(host)
+        while "rollout0" not in router.versions() or router.crew.find("rollout0").replica.host is host:
+            await asyncio.sleep(0.02)
+        assert host.leaving and any("about to be taken away" in e.cause for e in events)
+
+    kept(2, work)
+
+
+def test_a_teacher_that_dies_is_replaced():
+    async def run() -> None:
+        fleet, replicas, teachers = Hosts(), [FakeReplica(0)], [FakeReplica(0)]
+        for r in [*replicas, *teachers]:
+            r.host = fleet.hosts[0]
+        router, teacher = Router(replicas, [replicas[0].stats]), Router(teachers, [teachers[0].stats])
+        router.launcher = teacher.launcher = fleet  # type: ignore[assignment]
+        fleet.replicas, events = [], list[Event]()
+        upkeep = Upkeep(fleet, router, [], None, None, note=events.append, teacher=teacher)  # type: ignore[arg-type]
+        teachers[0].gate.clear()
+        score = asyncio.create_task(teacher.score([1, 2], 0, name="row"))
+        await asyncio.sleep(0.02)
+        teachers[0].die()
+        async with asyncio.timeout(10):
+            await score
+        assert [(e.replica, e.what) for e in events] == [("teacher0", "failed"), ("teacher0", "replaced")]
+        assert list(router.versions()) == ["rollout0"]
+        for part in (upkeep, router, teacher):
+            await part.close()
+
+    asyncio.run(run())
+
+
+class Shop:
+    """An environment worker that answers every trajectory, until it dies."""
+
+    def __init__(self, index: int, dies: bool = False) -> None:
+        self.name, self.index, self.dies, self.ids = f"environment{index}", index, dies, list[int]()
+        self.host = SimpleNamespace(name="host0")
+
+    async def call_one(self, endpoint: str, *args: Any, deadline_s: float) -> Any:
+        await asyncio.sleep(0.01)
+        if self.dies:
+            raise PeerDied(self.name, "died", "killed by SIGKILL")
+        if endpoint == "push":
+            self.ids += [command[1] for command in args[0] if command[0] == "run"]
+            return None
+        ids, self.ids = self.ids, []
+        return [encode_event(Done(i, several=True)) for i in ids]
+
+
+async def play(task: Any, policy: Any) -> Any:
+    return []
+
+
+def test_trajectories_wait_for_the_worker_that_comes_in_place_of_the_last_one_or_hear_why_none_does():
+    async def work(ends: bool) -> None:
+        workers, lost = EnvironmentWorkers([Shop(0, dies=True)]), list[str]()
+        workers.on_lost = lambda worker, error: lost.append(worker.name)
+        policy = SimpleNamespace(sampling=None)
+        with pytest.raises(EnvironmentFailed, match="went with its worker"):
+            await workers.run(play, None, policy)
+        assert lost == ["environment0"]
+        waits = asyncio.create_task(workers.run(play, None, policy))
+        await asyncio.sleep(0.05)
+        assert not waits.done()
+        if ends:
+            workers.end(FleetError("environment0", "died", "it failed 5 times in a row"))
+            with pytest.raises(FleetError, match="5 times in a row"):
+                await waits
+        else:
+            second = Shop(0)
+            workers.join(second)
+            await asyncio.sleep(0.05)
+            assert workers._lanes[0].worker is second
+            workers.lost(second, PeerDied("environment0", "died", "while it idled"))
+            assert lost == ["environment0", "environment0"]
+            waits.cancel()
+        await asyncio.wait([waits])
+        await workers.close()
+
+    for ends in (False, True):
+        asyncio.run(work(ends))

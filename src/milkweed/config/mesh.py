@@ -101,6 +101,11 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     overlap_score_weight: float = 16
     """How many samples in flight more than the least busy engine one may have and still be given a sample, for each 1000
     tokens of its prompt that it holds the KV of; 0 goes by load alone."""
+    look_s: float = 60
+    """Seconds between two looks at whether engines of one version hold the same weights, give the same log-probs and are
+    about as fast as each other; one that is not is replaced. 0: never."""
+    slower: float = 5
+    """An engine this many times slower a token than its peers, in two looks on end, is replaced. 0: never."""
     engine: dict[str, Any] = {}
     """Handed to SGLang's ServerArgs as they are."""
 
@@ -198,6 +203,12 @@ class MeshConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             weight = getattr(getattr(self, table), "overlap_score_weight", 0)
             if not 0 <= weight < float("inf"):
                 raise self._wrong(f"{table}.overlap_score_weight", f"{weight:g} is no weight; it must be 0 or above")
+        for table in ("rollout", "teacher"):
+            part = getattr(self, table)
+            if part is not None and not part.look_s >= 0:
+                raise self._wrong(f"{table}.look_s", f"{part.look_s:g} is no time between two looks; 0 (never) or more seconds")
+            if part is not None and part.slower != 0 and not part.slower >= 2:
+                raise self._wrong(f"{table}.slower", f"{part.slower:g} would replace engines that are well; 0 (never) or at least 2")
         if not self.hosts.notice_s > 0:
             raise self._wrong("hosts.notice_s", f"{self.hosts.notice_s:g} is no time to hand over in; it must be above 0")
         try:

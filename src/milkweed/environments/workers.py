@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import pickle
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from milkweed import errors
@@ -86,6 +86,9 @@ class EnvironmentWorkers:
         self._blobs: dict[str, bytes] = {}
         self._keys: dict[Any, tuple[float, str]] = {}
         self._failure: FleetError | None = None
+        self._came = asyncio.Event()
+        self.on_lost: Callable[[Worker, FleetError], None] | None = None
+        """Whoever sets it brings other workers (`join`), which trajectories then wait for, until `end` says that none come."""
 
     @classmethod
     def local(cls, count: int = 1, chat: Any = None, limits: WorkshopLimits | None = None) -> EnvironmentWorkers:
@@ -101,8 +104,11 @@ class EnvironmentWorkers:
         process died, hung or took too much; ConfigError where the environment cannot be sent; FleetError where no
         worker is left.
         """
-        if not self._lanes:
-            raise self._failure or FleetError("environment", "lost", "no environment worker is left")
+        while not self._lanes:
+            if self._failure is not None or self.on_lost is None:
+                raise self._failure or FleetError("environment", "lost", "no environment worker is left")
+            self._came.clear()
+            await self._came.wait()
         key, blob = self._key(environment), _dumps((prompt, policy.sampling))
         lane = min(self._lanes, key=lambda lane: len(lane.jobs))
         async with lane.alone if alone else contextlib.nullcontext():
@@ -132,16 +138,31 @@ class EnvironmentWorkers:
             raise kind(done.text)
         raise Raised(f"{done.error}: {done.text}")
 
+    def join(self, worker: Worker) -> None:
+        """A new worker takes trajectories."""
+        self._lanes.append(_Lane(worker))
+        self._came.set()
+
+    def lost(self, worker: Worker, error: FleetError) -> None:
+        """The worker is gone, also where nobody was just talking to it."""
+        for lane in [lane for lane in self._lanes if lane.worker is worker]:
+            self._lose(lane, error)
+
+    def end(self, error: FleetError) -> None:
+        """No worker will come any more: whoever waits for one is told why."""
+        self._failure = error
+        self._came.set()
+
     async def close(self) -> None:
         """Stop waiting; end the processes that are ours. Replicas are stopped by their fleet."""
         lanes, self._lanes = self._lanes, []
-        self._failure = FleetError("environment", "refused", "the environment workers were closed")
+        self.end(FleetError("environment", "refused", "the environment workers were closed"))
         tasks = [t for lane in lanes for t in (lane.sending, lane.hearing) if t is not None and not t.done()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for lane in lanes:
-            self._give_up(lane, self._failure)
+            self._give_up(lane, FleetError("environment", "refused", "the environment workers were closed"))
             if isinstance(lane.worker, LocalWorker):
                 await asyncio.to_thread(lane.worker.close)
 
@@ -222,10 +243,13 @@ class EnvironmentWorkers:
 
     def _lose(self, lane: _Lane, error: Exception) -> None:
         """The worker itself is gone, not only its process."""
+        gone = error if isinstance(error, FleetError) else FleetError(lane.worker.name, "hung", str(error))
         if lane in self._lanes:
             self._lanes.remove(lane)
-        if not self._lanes and self._failure is None:
-            self._failure = error if isinstance(error, FleetError) else FleetError(lane.worker.name, "hung", str(error))
+            if self.on_lost is not None:
+                self.on_lost(lane.worker, gone)
+        if not self._lanes and self._failure is None and self.on_lost is None:
+            self._failure = gone
         self._give_up(lane, error)
 
     def _give_up(self, lane: _Lane, error: Exception) -> None:

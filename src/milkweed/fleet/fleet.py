@@ -12,12 +12,13 @@ import sys
 import sysconfig
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from milkweed.config import MeshConfig
-from milkweed.errors import ConfigError, DeadlineExceeded, FleetError, PeerDied
+from milkweed.errors import ConfigError, DeadlineExceeded, FleetError, PeerDied, no_room
 from milkweed.fleet import credentials, former, loopback, monarch_compat, processes
 from milkweed.fleet.agent import Agent
 from milkweed.fleet.host import Host
@@ -51,6 +52,8 @@ class Fleet:
         self._log_lock = threading.Lock()
         self.kept: dict[str, tuple[Host, int]] = {}
         """What a former life has left, by uid: its host and first process. `serve` takes what it can use."""
+        self.on_notice: Callable[[Host], None] = lambda host: None
+        """Hears, in a thread of the host's, that a signal to its keeper says it is about to be taken away."""
         self.said: list[str] = []
         """What the start has to tell: what is open to whom, and what became of a former life."""
 
@@ -218,6 +221,7 @@ class Fleet:
     def _host(self, index: int, address: str) -> Host:
         host = Host(index, self.tmp, self.token, self.logs / f"host{index}.log", address=address)
         host.on_exit, host.on_lost, host.on_stopped = self._process_gone, self._host_gone, self._process_stopped
+        host.on_notice = lambda host: self.on_notice(host)
         return host
 
     def _launch(self, index: int) -> Host:
@@ -321,10 +325,14 @@ class Fleet:
 
     def heard(self, report: str) -> None:
         """Keep a report of Monarch's in `fleet.log`; the failures in it reach callers by their own ways."""
-        with self._log_lock:
-            if self.logs.is_dir():
-                with (self.logs / "fleet.log").open("a") as log:
-                    log.write(f"{time.strftime('%H:%M:%S')} {report.strip()}\n")
+        try:
+            with self._log_lock:
+                if self.logs.is_dir():
+                    with (self.logs / "fleet.log").open("a") as log:
+                        log.write(f"{time.strftime('%H:%M:%S')} {report.strip()}\n")
+        except OSError as error:
+            if not no_room(error):
+                raise
 
     def forget(self, replica: Replica) -> None:
         """Called by a replica that was stopped."""

@@ -61,16 +61,21 @@ def end_hosts(folder: Path, but: set[str]) -> None:
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 keeper = json.loads(file.read_text())
                 if processes.alive(keeper["pid"], keeper["started"]):
-                    os.kill(keeper["pid"], signal.SIGTERM)
+                    os.kill(keeper["pid"], signal.SIGKILL)  # a keeper's own children go with it
+                    token, host = folder.name.removeprefix(processes.FOLDER_PREFIX), file.stem.removeprefix("keeper-")
+                    processes.sweep_processes(folder, token, host)
+                    processes.leave(folder, token, host)
 
 
 def end(life: Former, within_s: float = 8.0) -> int:
     """End what is left of it; how many processes that were. Blocks."""
     keepers = life.keepers
     count = len(set(processes.by_token(life.token)) | {k["pid"] for k in keepers})
-    for keeper in keepers:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(keeper["pid"], signal.SIGTERM)
+    for again in (0.0, 0.2):  # one that has not noticed yet that its controller is gone takes the first for a notice
+        time.sleep(again)
+        for keeper in keepers:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(keeper["pid"], signal.SIGTERM)
     until = time.monotonic() + within_s
     while any(processes.alive(k["pid"], k["started"]) for k in keepers) and time.monotonic() < until:
         time.sleep(0.05)

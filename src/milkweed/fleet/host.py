@@ -36,8 +36,11 @@ class Host:
         self.lost: str | None = None
         self.leaving = False
         """It is about to be taken away: nothing new is put on it."""
+        self.noticed = False
+        """Its keeper was told so by a signal."""
         self.on_exit: Callable[[str, int, str], None] = lambda name, pid, how: None
         self.on_stopped: Callable[[str, int], None] = lambda name, pid: None
+        self.on_notice: Callable[[Host], None] = lambda host: None
         self.on_lost: Callable[[Host, str], None] = lambda host, why: None
         self.stopping = False
         self._ended = threading.Event()
@@ -161,6 +164,9 @@ class Host:
                 self.on_exit(event["exit"], event["pid"], event["how"])
             elif "stopped" in event:
                 self.on_stopped(event["stopped"], event["pid"])
+            elif "notice" in event:
+                self.noticed = True
+                self.on_notice(self)
             elif "killed" in event:
                 self._killed.setdefault(event["killed"], threading.Event()).set()
             elif "launched" in event:

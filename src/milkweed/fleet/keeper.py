@@ -12,7 +12,7 @@ keeper kills all else and waits so long at the socket `adopt-HOST` in the folder
 
 Lines of JSON come in: `{"watch": name, "pids": []}`, `{"kill": name}`, `{"launch": name, "command": [], "env": {}, "log":
 path}`, `{"stop": true}`; and go out: `{"up": pid, "kept": {name: pid}}`, `{"launched": name, "pid": n, "how": words}`,
-`{"exit": name, "pid": n, "how": words}`, `{"stopped": name, "pid": n}` (for STOPPED_S already), `{"killed": name, "count": n}`, `{"host_exit": how}`, `{"bye": true}`.
+`{"exit": name, "pid": n, "how": words}`, `{"stopped": name, "pid": n}` (for STOPPED_S already), `{"notice": true}` (SIGTERM came), `{"killed": name, "count": n}`, `{"host_exit": how}`, `{"bye": true}`.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class Keeper:
         self.launched: dict[str, subprocess.Popen[bytes]] = {}
         self.endings: dict[int, str] = {}
         self.told = False  # to stop, for good
+        self.terminated = self.warned = 0
         self.family = processes.Family(os.getpid(), token)
         self.watched: dict[int, tuple[str, int]] = {}  # pidfd -> (replica, pid)
         self.condemned: set[str] = set()  # replicas told to die: their late-comers die too
@@ -101,7 +102,7 @@ class Keeper:
         signal.set_wakeup_fd(wake_end, warn_on_full_buffer=False)
         self.ended = self.controller == -1
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.signal(signal.SIGTERM, lambda *_: self.end())
+        signal.signal(signal.SIGTERM, lambda *_: setattr(self, "terminated", self.terminated + 1))
         for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
             signal.signal(ignored, signal.SIG_IGN)
         self.poll.register(wake, select.POLLIN)
@@ -113,12 +114,21 @@ class Keeper:
     def end(self) -> None:
         self.told = self.ended = True
 
+    def warn(self) -> None:
+        """The first SIGTERM says that the host is about to be taken away; a second one ends it."""
+        if self.terminated > 1:
+            self.end()
+        elif self.terminated > self.warned:
+            self.warned = 1
+            self.say(notice=True)
+
     def serve(self, wake: int) -> None:
         looked = 0.0
         while not self.ended:
             ready = self.poll.poll(int(LOOK_EVERY_S * 1000))
             # first the worker: where it died, its replicas died of that, and not each for a cause of its own
             self.collect()
+            self.warn()
             for fd, _ in ready if not self.ended else ():
                 if fd == 0:
                     self.listen()
@@ -238,7 +248,7 @@ class Keeper:
             door.listen(4)
             door.settimeout(0.25)
             until = time.monotonic() + self.grace_s
-            while time.monotonic() < until and not self.told:
+            while time.monotonic() < until and not self.terminated:
                 try:
                     heir, _ = door.accept()
                 except TimeoutError:

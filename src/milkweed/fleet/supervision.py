@@ -6,12 +6,14 @@
 
 A place is the role and index of a replica; the replicas that fill it one after another are never used twice. One with no
 host to be on waits for one, and says so: that is no failure of its own. A replica that served for `settled_s` has earned its
-place a fresh budget. What is called a failure, and whose, is said in `kind_of` and `recycles`, and nowhere else.
+place a fresh budget. A role has a budget as well, for faults that go round its places, and so has a host, which is used no
+more where others are. What is called a failure, and whose, is said in `kind_of` and `recycles`, and nowhere else.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -26,7 +28,7 @@ WAIT_S = 2.0
 
 
 def kind_of(error: BaseException) -> str:
-    """died, hung, raised, refused, lost (as FleetError says), `transfer` or `config`."""
+    """died, hung, raised, refused, lost, wrong, slow (as FleetError says), `transfer` or `config`."""
     if isinstance(error, FleetError):
         return error.kind
     if isinstance(error, TransferError):
@@ -41,15 +43,34 @@ def recycles(error: BaseException) -> bool:
 
 class Budget(msgspec.Struct, frozen=True):
     """How often a place may fail in a row before the run ends, and how long it rests in between: nothing after a first
-    failure, then `first_s`, doubled each time, at most `most_s`."""
+    failure, then `first_s`, doubled each time, at most `most_s`. Within `window_s`, a role may fail `role_retries` times and
+    twice more for each of its places, and replicas of one host `host_retries` times."""
 
     retries: int = 4
+    role_retries: int = 8
+    host_retries: int = 8
+    window_s: float = 300.0
     settled_s: float = 60.0
     first_s: float = 1.0
     most_s: float = 30.0
 
     def rest_s(self, failures: int) -> float:
         return 0.0 if failures < 2 else min(self.first_s * 2.0 ** (failures - 2), self.most_s)
+
+
+class Failures:
+    """How often what failed lately. The supervisors of a mesh share one."""
+
+    def __init__(self) -> None:
+        self._when: dict[str, deque[float]] = {}
+
+    def count(self, what: str, now: float, window_s: float) -> int:
+        """One more failure of `what`; how many there have been within `window_s`."""
+        when = self._when.setdefault(what, deque())
+        when.append(now)
+        while now - when[0] > window_s:
+            when.popleft()
+        return len(when)
 
 
 class Event(msgspec.Struct, omit_defaults=True):
@@ -78,8 +99,8 @@ class Place:
 class Supervisor:
     """Of one role. `bring(index)` starts a replica and makes it serve; it raises where that fails, with nothing left.
 
-    `ended` hears, once, the error that ends the run; `note` every event. Everything runs on one event loop, whose clock
-    is the only one.
+    `ended` hears, once, the error that ends the run; `note` every event; `shun` the name of a host whose budget is spent.
+    Everything runs on one event loop, whose clock is the only one.
     """
 
     def __init__(
@@ -90,22 +111,27 @@ class Supervisor:
         ended: Callable[[FleetError], None],
         note: Callable[[Event], None] = lambda event: None,
         budget: Budget = Budget(),
+        failures: Failures | None = None,
+        shun: Callable[[str], None] = lambda host: None,
     ) -> None:
         self.role, self.budget, self.places = role, budget, dict[int, Place]()
         self._bring, self._ended, self._note = bring, ended, note
         self._over = False
+        self._failures, self._shun = failures or Failures(), shun
 
     def serving(self, index: int) -> None:
         """A replica that somebody else has started serves in this place."""
         self.places[index] = Place(index, since=self._now())
 
-    def failed(self, index: int, error: FleetError) -> None:
-        """The replica in this place is gone; another is started. Told twice of one failure, it hears it once."""
+    def failed(self, index: int, error: FleetError, host: str = "") -> None:
+        """The replica in this place, on `host`, is gone; another is started. Told twice of one failure, it hears it once."""
         place = self.places.get(index)
         if self._over or place is None or place.state != "serving":
             return
         if self._now() - place.since > self.budget.settled_s:
             place.failures = 0
+        if host and kind_of(error) != "lost" and self._failures.count(host, self._now(), self.budget.window_s) > self.budget.host_retries:
+            self._shun(host)
         place.state = "failed"
         place.work = asyncio.ensure_future(self._replace(place, error))
 
@@ -145,8 +171,12 @@ class Supervisor:
             elif error is not None:
                 place.failures, place.state, place.error = place.failures + 1, "failed", error
                 self._note(Event(name, "failed", kind_of(error), str(error), self._now() - began))
+                role = self._failures.count(self.role, self._now(), self.budget.window_s) if kind_of(error) != "lost" else 0
                 if place.failures > self.budget.retries or isinstance(error, (ConfigError, DataError)):
-                    self._give_up(place, error)
+                    self._give_up(place, error, f"{place.failures} times in a row" if place.failures > 1 else "once, for good")
+                    return
+                if role > self.budget.role_retries + 2 * len(self.places):
+                    self._give_up(place, error, f"as the last of {role} failures of role {self.role} in {self.budget.window_s:g} s")
                     return
                 await asyncio.sleep(self.budget.rest_s(place.failures))
             waited, place.state = place.state == "waiting", "starting"
@@ -161,11 +191,10 @@ class Supervisor:
             self._note(Event(name, "replaced", kind_of(first) if first else "", after_s=self._now() - began))
             return
 
-    def _give_up(self, place: Place, error: BaseException) -> None:
+    def _give_up(self, place: Place, error: BaseException, times: str) -> None:
         place.state, self._over = "given up", True
         name = f"{self.role}{place.index}"
         self._note(Event(name, "given up", kind_of(error), str(error)))
-        times = f"{place.failures} times in a row" if place.failures > 1 else "once, for good"
         self._ended(FleetError(name, kind_of(error), f"it failed {times}, the last: {getattr(error, 'cause', error)}"))
 
     def _now(self) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -20,6 +21,7 @@ class EngineReplica(Protocol):
     """What the router needs of `fleet.Replica`."""
 
     name: str
+    index: int
     host: Any
 
     async def call_one(self, endpoint: str, *args: Any, deadline_s: float) -> Any: ...
@@ -44,7 +46,7 @@ class UpdateReport(msgspec.Struct):
 class Pending:
     """One sample on its way. `engine` is where it was sent, None while it waits for room."""
 
-    __slots__ = ("request", "future", "engine", "lost", "blocks", "begun")
+    __slots__ = ("request", "future", "engine", "lost", "blocks", "begun", "sent_at")
 
     def __init__(self, request: EngineRequest, future: asyncio.Future[EngineReply]) -> None:
         self.request, self.future = request, future
@@ -55,6 +57,7 @@ class Pending:
         """The engines that failed under it."""
         self.begun: Begun | None = None
         """What is known of it so far."""
+        self.sent_at = 0.0
 
     def elsewhere(self) -> None:
         """Its engine has it no more; the next one goes on from the tokens that are known."""
@@ -111,7 +114,15 @@ class Engine:
         self.parting = False
         """What it has not finished it is giving back."""
         self.busy_at_start = 0.0
+        self.paces: deque[float] = deque(maxlen=64)
+        """Seconds a token of its latest samples, from when they were sent."""
         self.collector: asyncio.Task[None] | None = None
+
+    def paced(self, p: Pending, tokens: int, now: float) -> None:
+        """It has answered `p` with so many tokens, those of others included."""
+        fresh = tokens - (len(p.request.begun.token_ids) if p.request.begun else 0)
+        if fresh > 0:
+            self.paces.append((now - p.sent_at) / fresh)
 
     @property
     def usable(self) -> bool:

@@ -190,9 +190,14 @@ class Router(Updates):
         if least is None or len(least.pending) >= self.max_in_flight:
             self._waiting.append(p)
             return
-        p.engine = engine = self._prefixes.choose(p, self.version, least, self.max_in_flight)
+        engine = self._prefixes.choose(p, self.version, least, self.max_in_flight)
         self._prefixes.given(engine, p)
+        self._put(p, engine)
+
+    def _put(self, p: Pending, engine: Engine) -> None:
+        p.engine = engine
         engine.pending[p.request.id] = p
+        p.sent_at = asyncio.get_running_loop().time()
         self.crew.by_load.changed(engine)
         engine.outbox.append(p.request)
         if len(engine.outbox) == 1:
@@ -277,6 +282,7 @@ class Router(Updates):
                 self._hand_over(engine, [p])
             else:
                 self._prefixes.sampled(engine, p, reply.token_ids)
+                engine.paced(p, len(reply.token_ids), asyncio.get_running_loop().time())
                 p.future.set_result(reply)
         self.crew.by_load.changed(engine)
         if stats.state == "dead":

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from milkweed.errors import FleetError, PeerDied, TransferError
+from milkweed.errors import DeadlineExceeded, FleetError, PeerDied, TransferError
 from milkweed.rollout.crew import Crew
-from milkweed.rollout.protocol import CommitReport, EngineStats, decode_report, encode
+from milkweed.rollout.protocol import CommitReport, EngineReply, EngineRequest, EngineStats, SampleError, decode_report, encode
 from milkweed.rollout.records import Engine, EngineReplica, Pending, UpdateReport, as_fleet_error
 from milkweed.transfer.manifest import Staged
-from milkweed.types import PolicyVersion
+from milkweed.types import PolicyVersion, Sampling
 
 SILENT_S = 20.0
 """How much longer than it may take until an engine that does not answer counts as hung."""
@@ -25,6 +25,7 @@ class Updates(ABC):
 
     crew: Crew
     version: PolicyVersion
+    _ids: Iterator[int]
 
     @property
     @abstractmethod
@@ -36,6 +37,12 @@ class Updates(ABC):
 
     @abstractmethod
     def _fill(self) -> None: ...
+
+    @abstractmethod
+    def _put(self, p: Pending, engine: Engine) -> None: ...
+
+    @abstractmethod
+    def _drop(self, p: Pending) -> None: ...
 
     @abstractmethod
     def _place(self, p: Pending) -> None: ...
@@ -88,6 +95,28 @@ class Updates(ABC):
         if engine in self.crew.engines:  # else another of its name has come already
             self.crew.remove(engine)
         await engine.replica.stop()
+
+    def lose(self, engine: Engine, error: FleetError) -> None:
+        """Somebody has found that the engine is not to be used any more: as if it had failed by itself."""
+        self._lose(engine, error)
+
+    async def ask_one(self, engine: Engine, token_ids: Sequence[int], *, name: str, deadline_s: float) -> EngineReply:
+        """How likely that engine says each of `token_ids` is (see `score`). Raises FleetError, SampleError, DeadlineExceeded."""
+        request = EngineRequest(f"p{next(self._ids)}", list(token_ids), Sampling(), name, 0)
+        p = Pending(request, asyncio.get_running_loop().create_future())
+        self._put(p, engine)
+        try:
+            async with asyncio.timeout(deadline_s):
+                reply = await p.future
+        except TimeoutError:
+            raise DeadlineExceeded(engine.replica.name, "hung", f"{name} was not answered within {deadline_s:g} s") from None
+        finally:
+            self._drop(p)
+        if reply.error is not None:
+            raise SampleError(reply.error)
+        if p.engine is not engine:
+            raise PeerDied(engine.replica.name, "died", f"it failed under {name}")
+        return reply
 
     async def _emptied(self, engine: Engine, within_s: float) -> None:
         end = asyncio.get_running_loop().time() + within_s

@@ -253,9 +253,13 @@ class Mesh:
         if self.trainer is not None:
             engines = lambda: [e.replica for e in router.crew.living]  # noqa: E731
             self.weights = WeightPlane(self.trainer, router, self.pullers, engines, self.config.transfer)  # type: ignore[arg-type]
+        from milkweed.environments.workers import setup_of
+
         self.upkeep = Upkeep(
-            self.fleet, router, self.pullers, self.weights, self.reward, note=self._fault, deadline_s=self.update_deadline_s
-        )
+            self.fleet, router, self.pullers, self.weights, self.reward, note=self._fault, deadline_s=self.update_deadline_s,
+            teacher=self.teacher.router if self.teacher is not None else None,
+            environment=self.environment, environment_setup=setup_of(self.chat),
+        )  # fmt: skip
 
     def _fault(self, event: Event) -> None:
         self.faults.append(event)

@@ -1,21 +1,22 @@
-"""What keeps a live mesh whole: engines, pullers and reward workers that fail are replaced; engines come and go."""
+"""What keeps a live mesh whole: engines, pullers and workers that fail are replaced; engines come and go."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from milkweed.errors import ConfigError, FleetError, PeerDied
-from milkweed.fleet.supervision import Budget, Event, Supervisor
+from milkweed.fleet.supervision import Budget, Event, Failures, Supervisor
+from milkweed.runs.health import Health
 from milkweed.transfer.puller_actor import PullerActor
 
 if TYPE_CHECKING:
     from milkweed.environments import Scorer
+    from milkweed.environments.workers import EnvironmentWorkers
     from milkweed.fleet import Fleet, Replica
     from milkweed.rollout import Router
-    from milkweed.rollout.records import EngineReplica
     from milkweed.runs.weights import WeightPlane
 
 
@@ -25,27 +26,50 @@ class Upkeep:
     def __init__(
         self, fleet: Fleet, router: Router, pullers: list[Replica], weights: WeightPlane | None, scorer: Scorer | None, *,
         note: Callable[[Event], None], budget: Budget = Budget(), deadline_s: float = 120.0,
+        teacher: Router | None = None, environment: EnvironmentWorkers | None = None, environment_setup: bytes = b"",
     ) -> None:  # fmt: skip
         self.fleet, self.router, self.pullers, self.weights, self.deadline_s = fleet, router, pullers, weights, deadline_s
-        self._engines = Supervisor("rollout", self._bring_engine, ended=router.end, note=note, budget=budget)
-        self._pullers = Supervisor("puller", self._bring_puller, ended=router.end, note=note, budget=budget)
-        for engine in router.crew:
-            self._engines.serving(int(engine.replica.name.removeprefix("rollout")))
+        self.scorer, self.environment, self._setup, self._note = scorer, environment, environment_setup, note
+        failures = Failures()
+
+        def supervisor(role: str, bring: Callable[[int], Any], ended: Callable[[FleetError], None]) -> Supervisor:
+            return Supervisor(role, bring, ended=ended, note=note, budget=budget, failures=failures, shun=self._shun)
+
+        self._engines = supervisor("rollout", lambda index: self._bring_engine(router, index), router.end)
+        self._pullers = supervisor("puller", self._bring_puller, router.end)
+        self._rewards = supervisor("reward", self._bring_reward, self._no_rewards)
+        self._environments = supervisor("environment", self._bring_environment, self._no_environments)
+        self._supervisors = [self._engines, self._pullers, self._rewards, self._environments]
+        self._keep(router, self._engines)
+        if teacher is not None:
+            teachers = supervisor("teacher", lambda index: self._bring_engine(teacher, index), teacher.end)
+            self._supervisors.append(teachers)
+            self._keep(teacher, teachers)
         for puller in pullers:
             self._pullers.serving(puller.index)
             puller.on_failure(self._puller_lost)
-        self.scorer = scorer
-        self._rewards = Supervisor("reward", self._bring_reward, ended=self._no_rewards, note=note, budget=budget)
-        workers = [r for r in fleet.replicas if r.role == "reward"]
-        for worker in workers:
-            self._rewards.serving(worker.index)
-            worker.on_failure(self._reward_lost)
-        if scorer is not None and workers:
-            scorer.on_lost = lambda worker, error: self._rewards.failed(int(worker.name.removeprefix("reward")), error)
-        router.on_lost = self._engine_lost
-        self._notices = asyncio.ensure_future(self._watch_notices()) if fleet.mesh.hosts.notice else None
+        for role, of, workers, lost in (
+            ("reward", self._rewards, scorer, self._reward_lost),
+            ("environment", self._environments, environment, self._environment_lost),
+        ):
+            here = [r for r in fleet.replicas if r.role == role]
+            for worker in here:
+                of.serving(worker.index)
+                worker.on_failure(lost)
+            if workers is not None and here:
+                workers.on_lost = lambda worker, error, of=of: of.failed(worker.index, error, worker.host.name)
         self._leaving: set[asyncio.Task[None]] = set()
+        self._shunned: set[int] = set()
+        loop = asyncio.get_running_loop()
+        fleet.on_notice = lambda host: loop.call_soon_threadsafe(self.notice, host.index)
+        self._notices = asyncio.ensure_future(self._watch_notices()) if fleet.mesh.hosts.notice else None
+        self.health = Health(router, lambda index: index in self._engines.places, fleet.mesh.rollout)
         router.scaling = self.scale
+
+    def _keep(self, router: Router, supervisor: Supervisor) -> None:
+        for engine in router.crew:
+            supervisor.serving(engine.replica.index)
+        router.on_lost = lambda replica, error: supervisor.failed(replica.index, error, replica.host.name)
 
     async def scale(self, engines: int, *, within_s: float = 30.0) -> None:
         """Let `engines` serve. More are started, and serve once they have the weights; the last ones leave, finishing what
@@ -65,11 +89,11 @@ class Upkeep:
 
     async def close(self) -> None:
         """Nothing is replaced any more."""
+        self.health.close()
         for task in [*self._leaving, *([self._notices] if self._notices else [])]:
             task.cancel()
-        await self._engines.close()
-        await self._pullers.close()
-        await self._rewards.close()
+        for supervisor in self._supervisors:
+            await supervisor.close()
 
     def notice(self, host: int, *, taken: bool = True) -> None:
         """That host is about to be taken away (or not any more). Its engines take nothing new and finish what they have
@@ -84,33 +108,42 @@ class Upkeep:
             task = asyncio.ensure_future(self.router.leave(name, within_s=self.fleet.mesh.hosts.notice_s))
             self._leaving.add(task)
             task.add_done_callback(self._leaving.discard)
-            self._engine_lost(engine.replica, PeerDied(name, "lost", f"its host {where.name} is about to be taken away"))
+            lost = PeerDied(name, "lost", f"its host {where.name} is about to be taken away")
+            self._engines.failed(engine.replica.index, lost)
 
     async def _watch_notices(self) -> None:
         while True:
             for host in self.fleet.hosts:
-                self.notice(host.index, taken=Path(self.fleet.mesh.hosts.notice.format(host=host.index)).exists())
+                named = Path(self.fleet.mesh.hosts.notice.format(host=host.index)).exists()
+                self.notice(host.index, taken=named or host.noticed or host.index in self._shunned)
             await asyncio.sleep(0.5)
 
-    def _engine_lost(self, replica: EngineReplica, error: FleetError) -> None:
-        self._engines.failed(int(replica.name.removeprefix("rollout")), error)
+    def _shun(self, name: str) -> None:
+        """That host has had too many failures: it is used no more, where others are that can take its replicas."""
+        host = next((h for h in self.fleet.hosts if h.name == name), None)
+        others = [h for h in self.fleet.hosts if h is not host and not h.leaving and not h.lost]
+        if host is None or host.leaving or not others or self.fleet.mesh.device != "cpu":
+            return
+        self._shunned.add(host.index)
+        self._note(Event(host.name, "given up", "refused", "too many of its replicas have failed; others take its place"))
+        self.notice(host.index)
 
-    async def _bring_engine(self, index: int) -> None:
-        assert self.router.launcher is not None
-        replica, stats = await self.router.launcher.one(index)
+    async def _bring_engine(self, router: Router, index: int) -> None:
+        assert router.launcher is not None
+        replica, stats = await router.launcher.one(index)
         try:
-            if self.weights is not None:
+            if self.weights is not None and router is self.router:
                 await self.weights.welcome(replica, stats, self.deadline_s)
             else:
-                self.router.admit(replica, stats)
-                await self.router.join(replica.name, None)
+                router.admit(replica, stats)
+                await router.join(replica.name, None)
         except BaseException:
             await replica.stop()
             raise
 
     def _puller_lost(self, replica: Replica) -> None:
         if replica.failure is not None:
-            self._pullers.failed(replica.index, replica.failure)
+            self._pullers.failed(replica.index, replica.failure, replica.host.name)
 
     async def _bring_puller(self, index: int) -> None:
         assert self.weights is not None
@@ -140,3 +173,23 @@ class Upkeep:
     def _no_rewards(self, error: FleetError) -> None:
         if self.scorer is not None:
             self.scorer.end(error)
+
+    # ---- environment workers
+
+    def _environment_lost(self, worker: Replica) -> None:
+        if self.environment is not None and worker.failure is not None:
+            self.environment.lost(worker, worker.failure)
+
+    async def _bring_environment(self, index: int) -> None:
+        from milkweed.environments.actor import EnvironmentActor
+
+        assert self.environment is not None
+        for old in [r for r in self.fleet.replicas if r.role == "environment" and r.index == index]:
+            await old.stop()
+        worker = await self.fleet.spawn("environment", index, EnvironmentActor, self._setup)
+        worker.on_failure(self._environment_lost)
+        self.environment.join(worker)
+
+    def _no_environments(self, error: FleetError) -> None:
+        if self.environment is not None:
+            self.environment.end(error)
