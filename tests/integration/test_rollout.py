@@ -320,8 +320,11 @@ def test_the_samples_of_a_killed_engine_go_on_elsewhere_from_their_tokens(rig: R
     async def work() -> tuple[list[Completion], float]:
         s = Sampling(max_tokens=600, ignore_eos=True)
         tasks = [asyncio.create_task(rig.router.sample([*PROMPT, i], s)) for i in range(6)]
-        await asyncio.sleep(0.6)
+        await asyncio.sleep(0.3)
         assert rig.router.load["rollout0"] == rig.router.load["rollout1"] == 3
+        killed = rig.router.crew.find("rollout0")
+        while min(len(p.begun.token_ids) if p.begun else 0 for p in killed.pending.values()) < 32:
+            await asyncio.sleep(0.02)
         stats, start = rig.router.stats()["rollout0"], time.monotonic()
         os.kill(stats.pids["scheduler0"], signal.SIGKILL)
         while rig.router.load["rollout0"]:

@@ -99,6 +99,18 @@ def test_where_there_is_no_majority_none_is_trusted():
     looked(2, work)
 
 
+def test_what_was_said_while_versions_changed_hands_is_asked_again():
+    async def work(router, replicas, health, lost):
+        replicas[1].sum, router.turns = "of another version", 1
+        look = asyncio.create_task(health.look())
+        await asyncio.sleep(0.05)
+        replicas[1].sum, router.turns = "good", 2
+        await look
+        assert lost == []
+
+    looked(2, work)
+
+
 def test_engines_of_different_versions_or_that_change_theirs_meanwhile_are_not_compared():
     async def work(router, replicas, health, lost):
         replicas[1].sum, replicas[1].stats.version = "that of V1", V1

@@ -26,6 +26,8 @@ class Updates(ABC):
     crew: Crew
     version: PolicyVersion
     _ids: Iterator[int]
+    turns = 0
+    """Odd while versions change hands."""
 
     @property
     @abstractmethod
@@ -141,7 +143,11 @@ class Updates(ABC):
         when no engine took it; where all are dead and others are expected, it is for those.
         """
         living = self.crew.living
-        reports = await asyncio.gather(*(self._commit(e, staged.get(e.replica.host.name), deadline_s) for e in living))
+        self.turns += 1
+        try:
+            reports = await asyncio.gather(*(self._commit(e, staged.get(e.replica.host.name), deadline_s) for e in living))
+        finally:
+            self.turns += 1
         report = UpdateReport(version, {e.replica.name: r for e, r in zip(living, reports, strict=True)})
         if not any(r.ok for r in reports) and not (self.expects and not self.crew.living):
             causes = "; ".join(f"{name}: {why}" for name, why in report.failed.items()) or str(self._nobody())

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 PROBE = (1, 2, 3, 5, 7, 6, 4, 1)
 """Token ids that every vocabulary has."""
-AGAIN_S = 2.0
-"""An engine is wrong that was wrong so long ago too: one that was just committing says nothing that can be compared."""
+AGAIN_S, TRIES = 0.5, 20
+"""Where versions changed hands meanwhile, what was said cannot be compared, and is asked again so much later, so often."""
 FEWEST = 16
 """Samples of an engine that say something of its pace."""
 
@@ -45,9 +45,13 @@ class Health:
     async def look(self) -> None:
         """One look. What is found wrong is lost to the router when this returns."""
         found = [(engine, "slow", why) for engine, why in self.slow()]
-        if first := {engine for engine, _ in await self.wrong()}:
+        for _ in range(TRIES):
+            turns = self.router.turns
+            wrong = await self.wrong()
+            if turns % 2 == 0 and turns == self.router.turns:
+                found += [(engine, "wrong", why) for engine, why in wrong]
+                break
             await asyncio.sleep(AGAIN_S)
-            found += [(engine, "wrong", why) for engine, why in await self.wrong() if engine in first]
         for engine, kind, why in found:
             if engine.dead is None and self._ours(engine.replica.index):
                 self.router.lose(engine, FleetError(engine.replica.name, kind, why))
