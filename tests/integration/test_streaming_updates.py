@@ -38,7 +38,7 @@ def teaching(step: int) -> mw.Batch:
     for _ in range(4):
         ids = [dice.randrange(WORDS) for _ in range(24)]
         mask, logprobs = [False] + [True] * 23, [0.0] * 24
-        sequences.append(mw.Trajectory(token_ids=ids, loss_mask=mask, logprobs=logprobs, versions=[], turns=[], finish_reason="stop", sampling=mw.Sampling()))
+        sequences.append(mw.Trajectory(token_ids=ids, loss_mask=mask, logprobs=logprobs, versions=[], turns=[], finish_reason="stop", sampling=mw.Sampling(), reward=0.0))
     return mw.pack(sequences, [dice.uniform(-1, 1) for _ in sequences])
 
 
