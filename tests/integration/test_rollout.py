@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +34,12 @@ PROMPT = [40, 41, 42, 50, 60, 70]
 class Rig:
     """Two engines and two models: `a`, which they start from, and `b`. Even versions are `a`, odd ones `b`."""
 
-    def __init__(self, folder: Path, replicas: int = 2, tensor_parallel: int = 1) -> None:
+    def __init__(self, folder: Path, replicas: int = 2, tensor_parallel: int = 1, more: Sequence[str] = ()) -> None:
         self.runner = asyncio.Runner()
         small = {"hidden": 64, "layers": 2, "head_dim": 16, "intermediate": 128}
         # fresh weights give nearly even distributions; sharper ones make wrong weights, or a wrong temperature, show
         self.folders = [_sharpened(new_qwen3(folder / "ab"[i], seed=i, **small)) for i in (0, 1)]
-        overrides = [f"rollout.replicas={replicas}", f"rollout.tensor_parallel={tensor_parallel}"]
+        overrides = [f"rollout.replicas={replicas}", f"rollout.tensor_parallel={tensor_parallel}", *more]
         self.mesh = load_mesh("local", overrides)
         self.models: dict[int, Any] = {}
         self.files: list[Path] = []
@@ -242,6 +242,53 @@ def test_a_cancelled_sample_stops_in_its_engine(rig: Rig) -> None:
         assert rig.router.load == {"rollout0": 0, "rollout1": 0, "": 0}
 
     rig.run(work())
+
+
+def _prefilled(rig: Rig) -> dict[str, Any]:
+    return {k: dict(v) if isinstance(v, dict) else v for k, v in rig.router.kv.items()}
+
+
+def test_a_group_computes_its_prompt_once_on_one_engine_and_across_two(rig: Rig) -> None:
+    """SGLang's own counters, for two groups that come together, and for one whose prompt is there already."""
+    async def groups(*starts: int) -> list[Completion]:
+        asks = [[*range(start, start + 50)] * 10 for start in starts]
+        s = Sampling(max_tokens=8, ignore_eos=True)
+        return await asyncio.gather(*(rig.router.sample(ids, s) for ids in asks for _ in range(8)))
+
+    before = _prefilled(rig)
+    done, after = rig.run(groups(20, 150)), _prefilled(rig)
+    for group in (done[:8], done[8:]):
+        assert len({c.engine for c in group}) == 1, "a long prompt keeps its group together"
+        assert sorted(c.cached_tokens for c in group) == [0, *[499] * 7], "one computes it, and a token each the others"
+    assert {c.engine for c in done} == {"rollout0", "rollout1"}
+    for engine in ("rollout0", "rollout1"):
+        assert after[engine]["computed"] - before[engine]["computed"] == 507
+        assert after[engine]["reused"] - before[engine]["reused"] == 7 * 499
+    assert after["prefix_hits"] - before["prefix_hits"] == 14
+    again = rig.run(groups(20))
+    assert {c.engine for c in again} == {done[0].engine} and {c.cached_tokens for c in again} == {499}
+    for c in (*done[::5], again[0]):
+        assert rig.worst(c) < 1e-4
+
+
+def test_a_conversation_of_six_turns_computes_nothing_but_the_new_turn(rig: Rig) -> None:
+    """Four talk beside each other, so that a turn could go to the wrong engine."""
+    async def talk(number: int) -> list[Completion]:
+        ids, turns = [*range(20 + number, 120 + number)], []
+        for turn in range(6):
+            turns.append(await rig.router.sample(ids, Sampling(max_tokens=30, ignore_eos=True)))
+            ids = [*ids, *turns[-1].token_ids, *range(130 + turn, 150 + turn)]
+        return turns
+
+    async def all_of_them() -> list[list[Completion]]:
+        return await asyncio.gather(*(talk(n) for n in range(4)))
+
+    for turns in rig.run(all_of_them()):
+        assert len({c.engine for c in turns}) == 1
+        for before, c in zip(turns, turns[1:]):
+            # the KV of the last token sampled was never computed
+            assert c.cached_tokens == len(before.prompt_ids) + len(before.token_ids) - 1
+        assert rig.worst(turns[-1]) < 1e-4
 
 
 def test_weights_change_under_running_samples_and_every_token_knows_its_version(rig: Rig) -> None:

@@ -15,7 +15,7 @@ from milkweed.rollout.affinity import BLOCK, Prefixes, blocks
 from milkweed.rollout.protocol import EngineReply, EngineRequest, EngineStats
 from milkweed.rollout.records import Engine, Pending
 from milkweed.rollout.router import Router
-from milkweed.runs.rows import _since
+from milkweed.runs.rows import _since, _speeds
 from milkweed.types import Sampling
 
 LONG = list(range(500))
@@ -135,6 +135,26 @@ def test_tokens_computed_and_reused_are_counted_by_engine_and_a_replaced_engine_
         }  # fmt: skip
 
     scenario(2, work)
+
+
+def test_what_came_from_a_tier_below_is_counted_where_there_is_one() -> None:
+    async def work(router: Router, replicas: list[FakeReplica]) -> None:
+        s = replicas[0].stats
+        s.prompt_tokens, s.cached_tokens, s.cached_memory, s.cached_files = 100, 60, 32, 16
+        s.files = {"read": 1, "bad": 2}
+        await asyncio.gather(*(router.sample([i]) for i in range(4)))
+        below = {"from_memory": 32, "from_files": 16, "read": 1, "bad": 2}
+        assert router.kv["rollout0"] == {"computed": 40, "reused": 60, **below}
+        assert router.kv["rollout1"] == {"computed": 0, "reused": 0}
+        assert router.kv.items() >= {"computed": 40, "reused": 60, **below}.items()
+
+    scenario(2, work)
+
+
+def test_what_went_to_files_has_its_speed_in_the_row() -> None:
+    one = {"written": 2, "written_bytes": 8000, "written_us": 4, "read": 0, "read_bytes": 0, "read_us": 0}
+    plain = {"written": 2, "written_bytes": 8000, "written_gb_s": 2.0, "read": 0, "read_bytes": 0}
+    assert _speeds({**one, "rollout0": dict(one)}) == {**plain, "rollout0": plain}
 
 
 def test_the_view_says_what_part_of_the_prompts_was_cached() -> None:

@@ -87,6 +87,17 @@ class TrainerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.data_parallel_replicate * self.data_parallel_shard * self.tensor_parallel * self.context_parallel
 
 
+class TierConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """KV below what an engine holds itself."""
+
+    memory_ratio: float = 0
+    """Each engine's host memory for it, as a multiple of its own KV; 0: nothing lies below."""
+    files_gb: float = 0
+    """Files below that memory, shared by the engines of a host: at most so many GB in all; 0: none."""
+    folder: str = "/dev/shm"
+    """Where the files are: in memory, or on a local disk."""
+
+
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The engines that sample."""
 
@@ -106,6 +117,9 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     about as fast as each other; one that is not is replaced. 0: never."""
     slower: float = 5
     """An engine this many times slower a token than its peers, in two looks on end, is replaced. 0: never."""
+    in_batch_prefix_caching: bool = True
+    """Samples that wait in an engine beside others with the same beginning let one compute it, and then use it."""
+    kv_tier: TierConfig = TierConfig()
     engine: dict[str, Any] = {}
     """Handed to SGLang's ServerArgs as they are."""
 
@@ -200,15 +214,23 @@ class MeshConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 if isinstance(value, int) and not isinstance(value, bool) and not key.endswith("_s") and value < least:
                     raise self._wrong(f"{table}.{key}", f"{value} is too few; at least {least}")
         for table in ("rollout", "teacher"):
-            weight = getattr(getattr(self, table), "overlap_score_weight", 0)
-            if not 0 <= weight < float("inf"):
-                raise self._wrong(f"{table}.overlap_score_weight", f"{weight:g} is no weight; it must be 0 or above")
-        for table in ("rollout", "teacher"):
             part = getattr(self, table)
             if part is not None and not part.look_s >= 0:
                 raise self._wrong(f"{table}.look_s", f"{part.look_s:g} is no time between two looks; 0 (never) or more seconds")
             if part is not None and part.slower != 0 and not part.slower >= 2:
                 raise self._wrong(f"{table}.slower", f"{part.slower:g} would replace engines that are well; 0 (never) or at least 2")
+            part = self.engines(table)
+            if not 0 <= part.overlap_score_weight < float("inf"):
+                raise self._wrong(f"{table}.overlap_score_weight", f"{part.overlap_score_weight:g} is no weight; it must be 0 or above")
+            key, tier = f"{table}.kv_tier", part.kv_tier
+            if not (tier.memory_ratio == 0 or 1 < tier.memory_ratio < float("inf")):
+                raise self._wrong(f"{key}.memory_ratio", f"{tier.memory_ratio:g}: memory below an engine must hold more than the engine; 0 or above 1")
+            if not 0 <= tier.files_gb < float("inf"):
+                raise self._wrong(f"{key}.files_gb", f"{tier.files_gb:g} is no size; it must be 0 or above")
+            if tier.files_gb and not tier.memory_ratio:
+                raise self._wrong(f"{key}.files_gb", "files are read through host memory: set memory_ratio too, 2 for one")
+            if tier.files_gb and not Path(tier.folder).is_absolute():
+                raise self._wrong(f"{key}.folder", f"{tier.folder!r} must be a whole path, since every engine opens it")
         if not self.hosts.notice_s > 0:
             raise self._wrong("hosts.notice_s", f"{self.hosts.notice_s:g} is no time to hand over in; it must be above 0")
         try:

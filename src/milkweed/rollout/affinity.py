@@ -10,12 +10,15 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import islice
 
 from milkweed.rollout.records import Engine, Pending
 from milkweed.types import PolicyVersion
 
 BLOCK = 32
 """Tokens that are looked up together; a shorter prefix is not worth the way."""
+LOOKS = 16
+"""Of as many engines that hold equally much, the best is taken; beyond that the least busy of all holds as much, or nearly."""
 POOL_TOKENS = 65536
 """What an engine is taken to hold where it does not say."""
 
@@ -56,7 +59,7 @@ class Prefixes:
             if len(least.pending) - gain >= cost:
                 break  # none is less busy, and none holds more
             holders = self._holders.get(p.blocks[1][depth - 1], ())
-            for engine in (least,) if least in holders else holders:
+            for engine in (least,) if least in holders else islice(holders, LOOKS):
                 found = found or engine.usable
                 open_ = engine is least or (engine.usable and len(engine.pending) < room)
                 if open_ and len(engine.pending) - gain < cost:

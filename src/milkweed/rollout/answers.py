@@ -72,7 +72,7 @@ def finished(r: EngineRequest, answer: dict[str, Any]) -> EngineReply:
     entries = meta.get("output_token_logprobs") or []
     logprobs = [float(e[0]) if e[0] is not None else math.nan for e in entries]
     versions = _spans(meta)
-    reason = meta["finish_reason"] or {}
+    reason, tiers = meta["finish_reason"] or {}, meta.get("cached_tokens_details") or {}
     kind = reason.get("type", "stop")
     who, error = f"sample {r.name or r.id}", None
     if len(logprobs) > len(ids):  # a token that a stop string or an abort cut off
@@ -91,6 +91,8 @@ def finished(r: EngineRequest, answer: dict[str, Any]) -> EngineReply:
         finish_reason="error" if error else kind if kind in ("stop", "length", "abort") else "error",
         versions=whole.versions,
         cached_tokens=int(meta.get("cached_tokens") or 0),
+        cached_memory=int(tiers.get("host") or 0),
+        cached_files=int(tiers.get("storage") or 0),
         error=error if error else None if kind in ("stop", "length", "abort") else str(reason),
     )
     if isinstance(matched := reason.get("matched"), str):

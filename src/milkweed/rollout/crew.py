@@ -72,13 +72,19 @@ class Crew:
 
     def prefilled(self) -> dict[str, Any]:
         """Since the router began, in all and by engine's name: tokens of finished samples' prompts that were `computed` when
-        the sample was begun, and those `reused`, whose KV was there. What updates made engines compute again is in neither."""
+        the sample was begun, and those `reused`, whose KV was there. What updates made engines compute again is in neither.
+        With a tier below the engines also how many of those reused came `from_memory` and `from_files`, and what was done
+        with pages in files (`pages.COUNTS`)."""
         by_name = {name: dict(counts) for name, counts in self._gone_prefilled.items()}
         for e in self.engines:
-            counts = by_name.setdefault(e.replica.name, {"computed": 0, "reused": 0})
-            counts["computed"] += e.stats.prompt_tokens - e.stats.cached_tokens
-            counts["reused"] += e.stats.cached_tokens
-        return {key: sum(c[key] for c in by_name.values()) for key in ("computed", "reused")} | by_name
+            s, counts = e.stats, by_name.setdefault(e.replica.name, {})
+            now = {"computed": s.prompt_tokens - s.cached_tokens, "reused": s.cached_tokens}
+            if s.cached_memory or s.files:
+                now |= {"from_memory": s.cached_memory, "from_files": s.cached_files} | s.files
+            for key, number in now.items():
+                counts[key] = counts.get(key, 0) + number
+        keys = dict.fromkeys(["computed", "reused", *(key for counts in by_name.values() for key in counts)])
+        return {key: sum(c.get(key, 0) for c in by_name.values()) for key in keys} | by_name
 
     def begin_stretch(self) -> None:
         """From here `stretch_s` counts."""

@@ -63,7 +63,8 @@ class RolloutEngine:
         self._watcher: asyncio.Task[None] | None = None
         self._busy_since: float | None = None
         self._busy_s = self._idle_at = 0.0
-        self._requests = self._tokens = self._prompt_tokens = self._cached_tokens = 0
+        self._requests = self._tokens = self._prompt_tokens = 0
+        self._cached_tokens = self._cached_memory = self._cached_files = 0
 
     # ---- life
 
@@ -201,6 +202,9 @@ class RolloutEngine:
             tokens=self._tokens,
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
+            cached_memory=self._cached_memory,
+            cached_files=self._cached_files,
+            files=engine.files() if engine else {},
             busy_s=busy,
             idle_at=self._idle_at,
             start_s=engine.start_s if engine else 0.0,
@@ -258,6 +262,8 @@ class RolloutEngine:
         self._tokens += len(reply.token_ids) - len(begun.token_ids)
         self._prompt_tokens += len(ids)
         self._cached_tokens += reply.cached_tokens
+        self._cached_memory += reply.cached_memory
+        self._cached_files += reply.cached_files
         return reply
 
     def _decode(self, replies: list[EngineReply]) -> None:

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from milkweed.errors import MilkweedError, RemoteError
+from milkweed.fleet.processes import by_token
+from milkweed.rollout import pages
 from milkweed.rollout.actor import EngineActor
 from milkweed.rollout.protocol import EngineSpec, EngineStats, decode_stats, encode
 from milkweed.rollout.sglang_engine import engine_environment
 from milkweed.types import PolicyVersion
 
 if TYPE_CHECKING:
+    from milkweed.config.mesh import TierConfig
     from milkweed.fleet import Fleet, Replica
+
+PAGE_TOKENS = 16
+"""A page of KV where a tier lies below: what is not whole pages is computed again."""
 
 
 class Launcher:
@@ -26,10 +34,31 @@ class Launcher:
             dtype=dtype,
             tensor_parallel=c.tensor_parallel,
             version=version,
-            arguments=dict(c.engine),
+            arguments=self._tier(c.kv_tier, str(model), version, cpu) | c.engine,
             cpu=cpu,
         )
-        self._env = engine_environment(cpu=cpu, tensor_parallel=c.tensor_parallel, threads=c.threads)
+        self._env = engine_environment(
+            cpu=cpu, tensor_parallel=c.tensor_parallel, threads=c.threads, share_prefill=c.in_batch_prefix_caching,
+            tier=c.kv_tier.files_gb > 0,
+        )
+
+    def _tier(self, c: TierConfig, model: str, version: PolicyVersion, cpu: bool) -> dict[str, Any]:
+        """SGLang's arguments for it."""
+        if not c.memory_ratio:
+            return {}
+        arguments: dict[str, Any] = {"enable_hierarchical_cache": True, "hicache_ratio": c.memory_ratio, "page_size": PAGE_TOKENS}
+        if cpu:
+            arguments |= {"hicache_io_backend": "direct", "hicache_mem_layout": "page_first_direct"}
+        if not c.files_gb:
+            return arguments
+        token, folder = self.fleet.token, Path(c.folder)
+        pages.sweep(folder, lambda other: other == token or bool(by_token(other)))
+        backend = {
+            "backend_name": "milkweed", "module_path": "milkweed.rollout.sglang_tier", "class_name": "Tier",
+            "prefetch_threshold": 2 * PAGE_TOKENS, "folder": str(folder / f"mw-{token}-kv"), "bytes": int(c.files_gb * 1e9),
+            "model": model, "version": str(version), "counts": f"/dev/shm/mw-{token}-kvcounts-",
+        }  # fmt: skip
+        return arguments | {"hicache_storage_backend": "dynamic", "hicache_storage_backend_extra_config": json.dumps(backend)}
 
     async def one(self, index: int) -> tuple[Replica, EngineStats]:
         """Engine `index`. Raises FleetError, ConfigError or DataError; nothing is left of it then."""

@@ -75,6 +75,9 @@ class EngineReply(msgspec.Struct, array_like=True, kw_only=True):
     versions: list[VersionSpan] = []
     text: str = ""
     cached_tokens: int = 0
+    cached_memory: int = 0
+    cached_files: int = 0
+    """Of `cached_tokens`, those from the tier below: from host memory, and from files."""
     error: str | None = None
     blame: Literal["request", "sampling", "engine"] = "sampling"
     top_ids: list[list[int]] = []
@@ -85,7 +88,7 @@ class EngineReply(msgspec.Struct, array_like=True, kw_only=True):
 class EngineStats(msgspec.Struct, kw_only=True):
     """`busy_s` is the wall time with at least one request running, `tokens` counts sampled tokens; both since start.
     Of `prompt_tokens`, those of finished requests, `cached_tokens` were not computed. `pool_tokens` is what its KV has room
-    for. `idle_at` is when the last request ended (Unix time).
+    for; `files` what `pages.COUNTS` names, where it has a tier of files. `idle_at` is when the last request ended (Unix time).
     `pids` are the engine's own processes by name."""
 
     version: PolicyVersion
@@ -96,6 +99,9 @@ class EngineStats(msgspec.Struct, kw_only=True):
     tokens: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    cached_memory: int = 0
+    cached_files: int = 0
+    files: dict[str, int] = {}
     busy_s: float = 0.0
     idle_at: float = 0.0
     start_s: float = 0.0

@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 from milkweed.errors import ConfigError, DataError, MilkweedError
 from milkweed.fleet.loopback import keep_stores
+from milkweed.rollout.pages import Counts
+from milkweed.rollout.sglang_kv import SHARE, TIER
 
 if TYPE_CHECKING:
     from milkweed.types import Sampling
@@ -40,7 +42,9 @@ class EngineDied(MilkweedError):
     """A process of the engine is gone, or it does not answer; it cannot be used again."""
 
 
-def engine_environment(*, cpu: bool, tensor_parallel: int = 1, threads: int = 1) -> dict[str, str]:
+def engine_environment(
+    *, cpu: bool, tensor_parallel: int = 1, threads: int = 1, share_prefill: bool = True, tier: bool = False
+) -> dict[str, str]:
     """Variables that an engine's process needs before Python imports anything of torch or SGLang."""
     env = {
         ENGINE_MARK: "1",
@@ -50,6 +54,10 @@ def engine_environment(*, cpu: bool, tensor_parallel: int = 1, threads: int = 1)
         # log-probs of the distribution tokens are drawn from, that is after the temperature
         "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
     }
+    if share_prefill:
+        env[SHARE] = "1"
+    if tier:
+        env[TIER] = "1"
     if cpu:
         env |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCH_COMPILE_DISABLE": "1"}
         if models := _lean_models():
@@ -146,6 +154,7 @@ class SGLang:
             self._manager._subprocess_watchdog = None
         self._processes = self._engine.milkweed_processes
         self._rpc_lock = asyncio.Lock()
+        self._counts = _counts(arguments)
         self._aborted: set[str] = set()
         self.tokenizer = self._manager.tokenizer
         self.context_length: int = self._manager.context_len
@@ -157,6 +166,11 @@ class SGLang:
     @property
     def pids(self) -> dict[str, int]:
         return {f"scheduler{i}": p.pid for i, p in enumerate(self._processes)}
+
+    def files(self) -> dict[str, int]:
+        """What its ranks have counted of the files in the tier below it (`pages.COUNTS`); empty where it has none."""
+        each = [c.read() for c in self._counts]
+        return {name: sum(c[name] for c in each) for name in each[0]} if each else {}
 
     def dead(self) -> str | None:
         """Why the engine can serve no more, or None while all of its processes live."""
@@ -291,6 +305,13 @@ class SGLang:
         # a file of load figures that SGLang leaves behind
         if path := getattr(self._manager.load_snapshot_reader, "path", None):
             Path(path).unlink(missing_ok=True)
+
+
+def _counts(arguments: dict[str, Any]) -> list[Counts]:
+    """Where the ranks of an engine that is up count what they do with files of KV."""
+    where = json.loads(arguments.get("hicache_storage_backend_extra_config") or "{}").get("counts")
+    ranks = range(int(arguments.get("tp_size", 1)))
+    return [Counts(f"{where}{os.getpid()}-{rank}") for rank in ranks] if where else []
 
 
 @contextmanager

@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from milkweed.rollout import sglang_kv
+
 METHOD = "milkweed_commit"
 LAYOUT = "milkweed_layout"
 FAULTS = "MILKWEED_FAULTS"
@@ -29,6 +31,7 @@ def register() -> None:
         # a killed engine leaves this file behind; under the fleet's name it is swept
         HookRegistry.register("sglang.srt.managers.load_snapshot.shm_path_for", _shm_path, HookType.REPLACE)
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.handle_rpc_request", _on_rpc, HookType.AROUND)
+    sglang_kv.register(HookRegistry, HookType)
     streamer = "sglang.srt.managers.scheduler_components.output_streamer._GenerationStreamAccumulator.accept"
     HookRegistry.register(streamer, _accept, HookType.AROUND)
 
@@ -116,21 +119,33 @@ def commit(
         # a broken engine stays broken: nothing was mended
         state = "broken" if _broken(scheduler) else "serving"
         return run.outcome(False, state, f"refused, nothing changed: {run.error}")
+    still = sglang_kv.Still(scheduler)
+    still.begin()
+    try:
+        return _exchange(scheduler, run, new[0], lambda: _before(scheduler, previous, folder, head), version, still)
+    finally:
+        still.end()
+
+
+def _exchange(
+    scheduler: Any, run: _Operation, new: Any, before: Callable[[], Any], version: str, still: sglang_kv.Still
+) -> dict[str, Any]:
     was_paused = scheduler._engine_paused and not _broken(scheduler)
     retracted = len(scheduler.running_batch.reqs)
     if not run.step("retract", lambda: _pause(scheduler)):
         scheduler._milkweed_broken = True
         return run.outcome(False, "broken", f"the scheduler could not be stopped: {run.error}", retracted)
     state, message, ok = "serving", "", False
-    if not run.step("flush", lambda: _flush(scheduler)):
-        state = "broken" if _broken(scheduler) else "serving"
+    if not run.step("drain", lambda: still.drain(run.agree)) or not run.step("flush", lambda: _flush(scheduler)):
+        state = "broken" if run.agree("broken" if _broken(scheduler) else "") else "serving"
         message = f"not idle after retracting, nothing changed: {run.error}"
-    elif run.step("copy", lambda: _load(scheduler, new[0], run, "copy")):
+    elif run.step("copy", lambda: _load(scheduler, new, run, "copy")):
         scheduler.record_weight_version_change(version)
+        still.serve(version)
         ok = True
     else:
         cause = run.error
-        if run.step("roll back", lambda: _load(scheduler, _before(scheduler, previous, folder, head), run, "roll back")):
+        if run.step("roll back", lambda: _load(scheduler, before(), run, "roll back")):
             message = f"rolled back to the version before: {cause}"
         else:
             state, message = "broken", f"left paused, neither version is whole: {cause}; roll-back: {run.error}"
@@ -157,13 +172,13 @@ class _Operation:
         except Exception as e:  # whatever it is, it is told to the other ranks and to the caller
             error = f"{type(e).__name__}: {e}"
         try:
-            self.error = self._agree(error)
+            self.error = self.agree(error)
         except Exception as e:
             self.error = f"{error} (and the ranks could not agree: {e})"
         self.parts[name] = round((time.perf_counter() - start) * 1e3, 3)
         return not self.error
 
-    def _agree(self, error: str) -> str:
+    def agree(self, error: str) -> str:
         """The same answer on every tensor-parallel rank: what failed on any of them."""
         import torch.distributed as dist
 
@@ -222,7 +237,12 @@ def _continue(scheduler: Any) -> None:
 
 
 def _flush(scheduler: Any) -> None:
-    if not scheduler.flush_cache(empty_cache=False):
+    try:
+        done = scheduler.flush_cache(empty_cache=False)
+    except Exception:  # half of it may be done
+        scheduler._milkweed_broken = True
+        raise
+    if not done:
         raise RuntimeError("SGLang refused to flush its cache")
 
 

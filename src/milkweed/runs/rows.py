@@ -66,7 +66,7 @@ class Rows:
                 "dropped": drops(groups),
                 "finish": _fractions([t.finish_reason for t in scored]),
                 **more,
-                "kv": _since(before, kv),
+                "kv": _speeds(_since(before, kv)),
             },
         }
 
@@ -124,6 +124,14 @@ def _resident() -> int:
 def _since(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
     """What was counted between two looks at counters, nested or not."""
     return {k: _since(before.get(k, {}), v) if isinstance(v, dict) else v - before.get(k, 0) for k, v in now.items()}
+
+
+def _speeds(kv: dict[str, Any]) -> dict[str, Any]:
+    """With GB/s of what went to files and came from them, in place of microseconds."""
+    for kind in ("read", "written"):
+        if took := kv.pop(f"{kind}_us", 0):
+            kv[f"{kind}_gb_s"] = kv[f"{kind}_bytes"] / took / 1e3
+    return {k: _speeds(v) if isinstance(v, dict) else v for k, v in kv.items()}
 
 
 def _fractions(names: Sequence[str]) -> dict[str, float]:
