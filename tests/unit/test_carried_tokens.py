@@ -143,6 +143,7 @@ def test_tokens_and_their_versions_are_cut_and_joined():
 class Scheduler:
     """Stands where SGLang stands: counts on from what it is given."""
 
+    files = staticmethod(dict)
     longest_prompt, context_length, pool_tokens, deterministic, start_s, pids = 20, 40, 80, True, 0.0, dict[str, int]()
 
     def __init__(self) -> None:
