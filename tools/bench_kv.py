@@ -79,8 +79,8 @@ async def measure(folder: Path, engines: int, groups: int, overrides: list[str])
 
 
 async def across(folder: Path, groups: int) -> dict[str, float]:
-    """Which part of prompts that one engine has computed another one reads from files: for new samples, and for those that
-    run when their engine is taken out of service, which begin again elsewhere."""
+    """Which part of prompts that one engine has computed another one reads from files; and of prompts and what was sampled, for
+    those that run when their engine is taken out of service and go on elsewhere."""
     from milkweed.config import load_mesh
     from milkweed.fleet import Fleet
     from milkweed.rollout import Router
@@ -116,9 +116,11 @@ async def across(folder: Path, groups: int) -> dict[str, float]:
             for engine in router.crew:
                 engine.standby = False
             router.crew.by_load.rebuild()
+            before = router.kv["rollout1"]
             await router.leave("rollout0", within_s=0)
-            done = await asyncio.gather(*running)
-            return report | {"handover_saved": sum(c.cached_tokens for c in done) / (groups * PREFIX)}
+            await asyncio.gather(*running)
+            r = spent(before, router.kv["rollout1"], 0)
+            return report | {"handover_saved": r["reused"] / (r["reused"] + r["computed"])}
         finally:
             await router.close()
 

@@ -51,7 +51,7 @@ class Tiered(Rig):
 
 @pytest.fixture(scope="module")
 def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tiered]:
-    rig = Tiered(tmp_path_factory.mktemp("models"), more=TIER)
+    rig = Tiered(tmp_path_factory.mktemp("models"), replicas=3, more=TIER)
     try:
         rig.up()
         yield rig
@@ -103,14 +103,13 @@ def test_new_weights_leave_nothing_of_the_old_ones_in_any_tier(rig: Tiered) -> N
 
     before = rig.on(0, prompt(3), pages=300 // PAGE)
     done = rig.run(through())
-    assert {c.engine for c in done} == {"rollout0", "rollout1"} and max(len(c.versions) for c in done) == 2
+    assert {c.engine for c in done} == {"rollout0", "rollout1", "rollout2"} and max(len(c.versions) for c in done) == 2
     rig.written(4 * (599 // PAGE))
     after = rig.on(1, prompt(3), pages=300 // PAGE)
     assert after.cached_tokens == 0 and after.token_ids != before.token_ids
     assert rig.on(0, prompt(3)).cached_tokens == 288, "the new version's is read by others"
     for c in done:
-        other = 1 - int(c.engine[-1])
-        turn = rig.on(other, [*c.prompt_ids, *c.token_ids, 9])
+        turn = rig.on((int(c.engine[-1]) + 1) % 3, [*c.prompt_ids, *c.token_ids, 9])
         assert turn.cached_tokens == 592 and turn.version == VERSIONS[1] and rig.worst(turn) < 1e-4
     for c in (*done, before, after):
         assert rig.worst(c) < 1e-4
@@ -124,6 +123,30 @@ def test_files_stay_below_their_limit(rig: Tiered) -> None:
     time.sleep(1.5)  # what is on its way is written
     assert sum(f.stat().st_size for f in rig.files(VERSIONS[1])) <= LIMIT
     assert rig.on(0, [7, 8, 9]).token_ids and rig.router.kv["evicted"] > before
+
+
+def test_samples_handed_over_compute_no_more_than_a_page_and_a_token(rig: Tiered) -> None:
+    greedy = Sampling(temperature=0.0, max_tokens=300, ignore_eos=True)
+
+    async def handed_over() -> list[Completion]:
+        tasks = [asyncio.ensure_future(rig.router.sample(prompt(70 + i), greedy)) for i in range(3)]
+        await asyncio.sleep(0.5)
+        assert rig.router.load["rollout2"] == 3, "they run still"
+        for e in rig.router.crew:
+            e.standby = e.replica.name == "rollout0"
+        rig.router.crew.by_load.rebuild()
+        await rig.router.leave("rollout2", within_s=0)
+        return await asyncio.gather(*tasks)
+
+    rig.on(2, prompt(0))
+    before = rig.router.kv["rollout1"]["computed"]
+    done = rig.run(handed_over())
+    assert rig.router.kv["rollout1"]["computed"] - before <= 3 * (PAGE + 1)
+    assert {c.engine for c in done} == {"rollout1"}
+    for i, c in enumerate(done):
+        assert len(c.token_ids) == 300 and rig.worst(c) < 1e-4
+        assert c.token_ids[:12] == rig.on(0, prompt(70 + i)).token_ids
+        assert c.cached_tokens >= 300 - PAGE
 
 
 def test_what_an_engine_computed_outlives_it(rig: Tiered) -> None:

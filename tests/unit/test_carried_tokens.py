@@ -210,3 +210,51 @@ def test_an_engine_tells_how_far_it_is_and_its_death_gives_the_rest(monkeypatch)
         assert it.stats().state == "dead" and not it._begun and not it._told
 
     asyncio.run(run())
+
+
+def test_an_engine_that_gives_requests_back_has_their_kv_written_once_before_it_answers():
+    class Writing(Scheduler):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls: list[tuple[str, Any]] = []
+            self.aborted: list[str] = []
+
+        async def generate(self, request_id: str, ids: list[int], sampling: Sampling, grown: Any) -> dict[str, Any]:
+            while request_id not in self.aborted:
+                await asyncio.sleep(0.005)
+            await asyncio.sleep(0.01 * len(self.aborted))
+            return self.answer(ids, 2, {"type": "abort"})
+
+        def abort(self, request_id: str) -> None:
+            self.aborted.append(request_id)
+
+        async def call(self, method: str, parameters: dict[str, Any], deadline_s: float) -> tuple[bool, str]:
+            self.calls.append((method, parameters))
+            await asyncio.sleep(0.05)
+            return True, ""
+
+    async def work() -> None:
+        engine = RolloutEngine(EngineSpec(model=""))
+        engine._sglang = sglang = Writing()
+        await engine.submit([EngineRequest(i, [4, 5], Sampling(max_tokens=9)) for i in ("a", "b", "c")])
+        await asyncio.sleep(0)
+        await engine.abort(["c"])
+        assert [r.id for r in (await engine.collect(1.0)).replies] == ["c"] and not sglang.calls
+        await engine.abort(["a", "b"], keep=True)
+        replies: list[EngineReply] = []
+        while len(replies) < 2:
+            replies += (await engine.collect(1.0)).replies
+            assert sglang.calls == [("milkweed_settle", {"within_s": 0.4})] * (1 if replies else len(sglang.calls))
+        assert {r.id for r in replies} == {"a", "b"} and {r.finish_reason for r in replies} == {"abort"}
+        assert all(r.token_ids == [6, 7] for r in replies)
+
+    asyncio.run(work())
+
+
+def test_no_requests_name_begins_with_anothers():
+    async def work(router: Router, replicas: list[FakeReplica]) -> None:
+        await asyncio.gather(*(router.sample([i]) for i in range(120)))
+        names = [i for s in replicas[0].submits for i in s]
+        assert len(names) == 120 and not [a for a in names for b in names if a is not b and b.startswith(a)]
+
+    scenario(1, work)

@@ -152,3 +152,12 @@ def test_scored_prompts_and_caches_that_share_nothing_wait_for_nobody(matched: d
     assert prefill(waiting(requests(3, scored=True))) == ["0", "1", "2"]
     assert prefill(waiting(requests(3), sharing=False)) == ["0", "1", "2"]
     assert prefill(waiting(requests(3)), full=True) == ["0", "1", "2"]
+
+
+def test_what_was_computed_is_driven_to_its_end_and_what_is_missing_is_told() -> None:
+    s = scheduler(rounds=2)
+    assert sglang_kv.settle(s, lambda answer: answer, 1.0) == "" and s.tree_cache.rounds == 0
+    assert s.tree_cache.ongoing_prefetch, "what is read is left alone"
+    assert "1 ongoing_write_through" in sglang_kv.settle(scheduler(rounds=1 << 30), lambda answer: answer, 0.05)
+    s.tree_cache.cache_controller = None
+    assert sglang_kv.settle(s, lambda answer: pytest.fail("nobody was to be asked"), 1.0) == ""

@@ -40,8 +40,8 @@ class EngineActor(Actor):
         return await _kept(self._service.collect(max_wait_s, linger_s))
 
     @concurrent_endpoint
-    async def abort(self, ids: list[str]) -> None:
-        await _kept(self._service.abort(ids))
+    async def abort(self, ids: list[str], keep: bool = False) -> None:
+        await _kept(self._service.abort(ids, keep))
 
     @concurrent_endpoint
     async def layout(self, deadline_s: float) -> bytes:

@@ -6,6 +6,7 @@ A plain class for any event loop; `actor.py` makes it a Monarch actor.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from typing import Any
@@ -29,9 +30,11 @@ from milkweed.rollout.protocol import (
 )
 from milkweed.rollout.sglang_engine import EngineDied, SGLang, engine_arguments
 from milkweed.rollout.sglang_hooks import LAYOUT, METHOD
+from milkweed.rollout.sglang_kv import SETTLE
 from milkweed.transfer.manifest import Staged
 from milkweed.transfer.plan import EngineLayout
 
+KEEP_S = 0.4  # in which the KV of requests that are given back is written
 _POLL_S = 0.2
 """How often the engine's processes are looked at; a death is known after this."""
 PROGRESS_S = 1.0
@@ -59,6 +62,8 @@ class RolloutEngine:
         self._told: dict[str, int] = {}
         self._replies: list[EngineReply] = []
         self._news = asyncio.Event()
+        self._keeping: set[str] = set()
+        self._kept = asyncio.Event()
         self._commit_lock = asyncio.Lock()
         self._watcher: asyncio.Task[None] | None = None
         self._busy_since: float | None = None
@@ -175,12 +180,26 @@ class RolloutEngine:
         except TimeoutError:
             return
 
-    async def abort(self, ids: list[str]) -> None:
-        """Stops these requests; one that runs is answered with what it has, finish reason "abort"."""
-        if self._sglang is not None and self._state != "dead":
-            for request_id in ids:
-                if request_id in self._running:
-                    self._sglang.abort(request_id)
+    async def abort(self, ids: list[str], keep: bool = False) -> None:
+        """Stops these requests; one that runs is answered with what it has, finish reason "abort". With `keep` its KV is
+        first written to the files that lie below the engine, for another one to go on from."""
+        if self._sglang is None or self._state == "dead":
+            return
+        for request_id in ids:
+            if request_id in self._running:
+                self._keeping |= {request_id} if keep else set()
+                self._sglang.abort(request_id)
+
+    async def _keep(self, request_id: str) -> None:
+        """Waits until the KV of all that are being kept is written, or there is no more time."""
+        self._keeping.discard(request_id)
+        with contextlib.suppress(TimeoutError, EngineDied):  # another engine computes it; the watcher finds a death
+            async with asyncio.timeout(2 * KEEP_S):
+                if self._keeping or self._sglang is None:
+                    await self._kept.wait()
+                else:
+                    await self._sglang.call(SETTLE, {"within_s": KEEP_S}, 2 * KEEP_S)
+        self._kept.set()
 
     async def forsake(self, within_s: float = 5.0) -> None:
         """Whoever asked is gone: what runs is stopped, and nobody is answered."""
@@ -239,6 +258,8 @@ class RolloutEngine:
                 self._prompt_tokens += len(r.token_ids)
             else:
                 reply = await self._generate(engine, r)
+            if r.id in self._keeping:
+                await self._keep(r.id)
         except asyncio.CancelledError:
             return  # the canceller has answered
         except Exception as e:  # whatever SGLang refuses or fails at, only this request is lost

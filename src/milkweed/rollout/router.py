@@ -146,15 +146,19 @@ class Router(Updates):
         sampling it failed, FleetError when no engine is left, DeadlineExceeded after `deadline_s`. Cancelling the call
         stops the sample in its engine.
         """
-        request = EngineRequest(f"r{next(self._ids)}", list(token_ids), sampling or Sampling(), name)
+        request = EngineRequest(self._id(), list(token_ids), sampling or Sampling(), name)
         return completion(request, *await self._ask(request, deadline_s))
 
     async def score(self, token_ids: Sequence[int], top: int, *, name: str, deadline_s: float = 900) -> EngineReply:
         """How likely each of `token_ids` is given those before it, at temperature 1: `logprobs` (0 for the first), and
         the `top` likeliest words for each token after the first in `top_ids` and `top_logprobs`, best first. Nothing is
         sampled. Raises as `sample` does."""
-        request = EngineRequest(f"r{next(self._ids)}", list(token_ids), Sampling(), name, top)
+        request = EngineRequest(self._id(), list(token_ids), Sampling(), name, top)
         return (await self._ask(request, deadline_s))[0]
+
+    def _id(self) -> str:
+        """A request's name. None begins with another, since SGLang aborts all whose names begin with the one it is told."""
+        return f"r{next(self._ids)}."
 
     async def _ask(self, request: EngineRequest, deadline_s: float) -> tuple[EngineReply, Engine]:
         """The answer to `request`, and whose it is."""

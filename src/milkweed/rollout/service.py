@@ -24,8 +24,8 @@ class EngineService:
     async def collect(self, max_wait_s: float, linger_s: float) -> bytes:
         return encode(await self._engine.collect(max_wait_s, linger_s))
 
-    async def abort(self, ids: list[str]) -> None:
-        await self._engine.abort(ids)
+    async def abort(self, ids: list[str], keep: bool = False) -> None:
+        await self._engine.abort(ids, keep)
 
     async def layout(self, deadline_s: float) -> bytes:
         return await self._engine.layout(deadline_s)

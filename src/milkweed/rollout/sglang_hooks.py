@@ -58,7 +58,7 @@ def _shm_path(ipc_name: str) -> str:
 
 
 def _on_rpc(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
-    hook = {METHOD: commit, LAYOUT: layout}.get(request.method)
+    hook = {METHOD: commit, LAYOUT: layout, sglang_kv.SETTLE: settle}.get(request.method)
     if hook is None:
         return original(scheduler, request)
     from sglang.srt.managers.io_struct import RpcReqOutput
@@ -96,6 +96,14 @@ def layout(scheduler: Any, tensors: str) -> dict[str, Any]:
     scheduler._milkweed_image = ParameterImage(whole, dist.get_rank(group), parameters)
     raw = base64.b64encode(msgspec.msgpack.encode(whole)).decode() if dist.get_rank(group) == 0 else ""
     return {"ok": True, "message": "", "layout": raw, "parts": run.parts}
+
+
+def settle(scheduler: Any, within_s: float) -> dict[str, Any]:
+    """What was computed is written below the engine, as far as `within_s` seconds suffice. Never raises."""
+    run = _Operation(scheduler, "")
+    missing: list[str] = []
+    ok = run.step("settle", lambda: missing.append(sglang_kv.settle(scheduler, run.agree, within_s)))
+    return {"ok": ok and not missing[0], "message": run.error or missing[0], "parts": run.parts}
 
 
 def commit(

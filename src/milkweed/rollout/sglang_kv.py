@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from milkweed.types import PolicyVersion
@@ -19,6 +19,7 @@ SHARE = "MILKWEED_SHARE_PREFILL"
 """Where set, requests wait for others that compute what they begin with."""
 TIER = "MILKWEED_KV_TIER"
 """Where set, a tier of storage lies below the engine."""
+SETTLE = "milkweed_settle"
 DRAIN_S = 5.0
 """What is on its way between the tiers at a commit must have ended after this."""
 
@@ -113,7 +114,22 @@ class Still:
             self.scheduler.enable_hicache_storage = True
 
 
-def _on_its_way(cache: Any) -> str:
-    kinds = ["ongoing_write_through", "ongoing_load_back"]
-    kinds += ["ongoing_prefetch", "ongoing_backup"] if cache.enable_storage else []
+def settle(scheduler: Any, agree: Callable[[str], str], within_s: float) -> str:
+    """Drives what is to be written below the engine until it is there, for `within_s` seconds at most. Nothing else runs
+    meanwhile. Returns what is missing."""
+    cache, end = scheduler.tree_cache, time.monotonic() + within_s
+    if cache.cache_controller is None:
+        return ""
+    while left := agree(_on_its_way(cache, ("ongoing_write_through", "ongoing_backup"))):
+        if agree("late" if time.monotonic() > end else ""):
+            return left
+        cache.check_hicache_events()
+        time.sleep(0.0005)
+    return ""
+
+
+_KINDS = ("ongoing_write_through", "ongoing_load_back", "ongoing_prefetch", "ongoing_backup")
+
+
+def _on_its_way(cache: Any, kinds: Sequence[str] = _KINDS) -> str:
     return ", ".join(f"{len(some)} {kind}" for kind in kinds if (some := getattr(cache, kind)))

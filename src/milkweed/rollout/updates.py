@@ -90,7 +90,8 @@ class Updates(ABC):
         await self._emptied(engine, within_s)
         engine.parting = True
         if engine.pending and engine.dead is None:
-            await self._tell(engine, "abort", list(engine.pending), deadline_s=PARTING_S)
+            keep = [True] if engine.stats.files else []  # its KV, for those who go on
+            await self._tell(engine, "abort", list(engine.pending), *keep, deadline_s=PARTING_S)
             await self._emptied(engine, PARTING_S)
         self._hand_over(engine, list(engine.pending.values()))
         self._lose(engine, FleetError(name, "refused", "it was taken out of service"))
