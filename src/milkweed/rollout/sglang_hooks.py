@@ -58,7 +58,8 @@ def _shm_path(ipc_name: str) -> str:
 
 
 def _on_rpc(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
-    hook = {METHOD: commit, LAYOUT: layout, sglang_kv.SETTLE: settle}.get(request.method)
+    hooks: dict[str, Callable[..., dict[str, Any]]] = {METHOD: commit, LAYOUT: layout, sglang_kv.SETTLE: settle}
+    hook = hooks.get(request.method)
     if hook is None:
         return original(scheduler, request)
     from sglang.srt.managers.io_struct import RpcReqOutput
