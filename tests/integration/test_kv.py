@@ -30,16 +30,16 @@ def prompt(number: int) -> list[int]:
 
 
 class Tiered(Rig):
-    def files(self, version: PolicyVersion) -> list[Path]:
+    def stored(self, version: PolicyVersion) -> list[Path]:
         return list(Path("/dev/shm").glob(f"mw-{self.fleet.token}-kv/*/{version}/[!.]*"))
 
     def written(self, count: int) -> None:
         """Waits until `count` pages of the present version are there."""
-        self.run(_until(lambda: len(self.files(self.router.version)) >= count))
+        self.run(_until(lambda: len(self.stored(self.router.version)) >= count))
 
     def on(self, engine: int, ids: list[int], pages: int = 0) -> Completion:
         """What one engine answers, once `pages` files more are there."""
-        before = len(self.files(self.router.version))
+        before = len(self.stored(self.router.version))
         for number, e in enumerate(self.router.crew):
             e.standby = number != engine
         self.router.crew.by_load.rebuild()
@@ -69,16 +69,16 @@ def test_what_one_engine_computed_another_reads(rig: Tiered) -> None:
     assert again.cached_tokens == 288 and again.token_ids == one.token_ids
     kv = rig.router.kv
     assert kv["rollout1"]["from_files"] == 288 and kv["rollout0"].get("from_files", 0) == 0
-    assert kv["rollout1"]["read"] == 18 and kv["read_bytes"] == 18 * rig.files(VERSIONS[0])[0].stat().st_size - 18 * 24
+    assert kv["rollout1"]["read"] == 18 and kv["read_bytes"] == 18 * rig.stored(VERSIONS[0])[0].stat().st_size - 18 * 24
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut short"])
 def test_a_damaged_file_is_computed_anew_and_counted(rig: Tiered, damage: str) -> None:
     number = 1 if damage == "flipped" else 2
-    old = set(rig.files(VERSIONS[0]))
+    old = set(rig.stored(VERSIONS[0]))
     one = rig.on(0, prompt(number), pages=300 // PAGE)
     bad = rig.router.kv["bad"]
-    for file in set(rig.files(VERSIONS[0])) - old:
+    for file in set(rig.stored(VERSIONS[0])) - old:
         raw = bytearray(file.read_bytes())
         raw[len(raw) // 2] ^= 1
         file.write_bytes(raw if damage == "flipped" else raw[: len(raw) // 2])
@@ -113,7 +113,7 @@ def test_new_weights_leave_nothing_of_the_old_ones_in_any_tier(rig: Tiered) -> N
         assert turn.cached_tokens == 592 and turn.version == VERSIONS[1] and rig.worst(turn) < 1e-4
     for c in (*done, before, after):
         assert rig.worst(c) < 1e-4
-    rig.run(_until(lambda: not rig.files(VERSIONS[0])))
+    rig.run(_until(lambda: not rig.stored(VERSIONS[0])))
 
 
 def test_files_stay_below_their_limit(rig: Tiered) -> None:
@@ -121,7 +121,7 @@ def test_files_stay_below_their_limit(rig: Tiered) -> None:
     for number in range(20, 40):
         rig.on(0, prompt(number))
     time.sleep(1.5)  # what is on its way is written
-    assert sum(f.stat().st_size for f in rig.files(VERSIONS[1])) <= LIMIT
+    assert sum(f.stat().st_size for f in rig.stored(VERSIONS[1])) <= LIMIT
     assert rig.on(0, [7, 8, 9]).token_ids and rig.router.kv["evicted"] > before
 
 
@@ -156,9 +156,9 @@ def test_what_an_engine_computed_outlives_it(rig: Tiered) -> None:
         s = Sampling(max_tokens=300, ignore_eos=True)
         return asyncio.ensure_future(asyncio.gather(*(rig.router.sample(prompt(60 + i), s) for i in range(3))))
 
-    before = len(rig.files(VERSIONS[1]))
+    before = len(rig.stored(VERSIONS[1]))
     running = rig.run(some())
-    rig.run(_until(lambda: len(rig.files(VERSIONS[1])) >= before + 3 * (300 // PAGE)))
+    rig.run(_until(lambda: len(rig.stored(VERSIONS[1])) >= before + 3 * (300 // PAGE)))
     assert rig.router.load["rollout0"] == 3, "they run still"
     os.kill(rig.router.stats()["rollout0"].pids["scheduler0"], signal.SIGKILL)
     two = rig.on(1, prompt(50))

@@ -214,12 +214,11 @@ class MeshConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 if isinstance(value, int) and not isinstance(value, bool) and not key.endswith("_s") and value < least:
                     raise self._wrong(f"{table}.{key}", f"{value} is too few; at least {least}")
         for table in ("rollout", "teacher"):
-            part = getattr(self, table)
-            if part is not None and not part.look_s >= 0:
-                raise self._wrong(f"{table}.look_s", f"{part.look_s:g} is no time between two looks; 0 (never) or more seconds")
-            if part is not None and part.slower != 0 and not part.slower >= 2:
-                raise self._wrong(f"{table}.slower", f"{part.slower:g} would replace engines that are well; 0 (never) or at least 2")
             part = self.engines(table)
+            if not part.look_s >= 0:
+                raise self._wrong(f"{table}.look_s", f"{part.look_s:g} is no time between two looks; 0 (never) or more seconds")
+            if part.slower != 0 and not part.slower >= 2:
+                raise self._wrong(f"{table}.slower", f"{part.slower:g} would replace engines that are well; 0 (never) or at least 2")
             if not 0 <= part.overlap_score_weight < float("inf"):
                 raise self._wrong(f"{table}.overlap_score_weight", f"{part.overlap_score_weight:g} is no weight; it must be 0 or above")
             key, tier = f"{table}.kv_tier", part.kv_tier
