@@ -272,16 +272,16 @@ def test_a_group_computes_its_prompt_once_on_one_engine_and_across_two(rig: Rig)
 
 
 def test_a_conversation_of_six_turns_computes_nothing_but_the_new_turn(rig: Rig) -> None:
-    """Four talk beside each other, so that a turn could go to the wrong engine."""
+    """Three talk beside each other, so that a turn could go to the wrong engine."""
     async def talk(number: int) -> list[Completion]:
         ids, turns = [*range(20 + number, 120 + number)], []
         for turn in range(6):
-            turns.append(await rig.router.sample(ids, Sampling(max_tokens=30, ignore_eos=True)))
+            turns.append(await rig.router.sample(ids, Sampling(max_tokens=10, ignore_eos=True)))
             ids = [*ids, *turns[-1].token_ids, *range(130 + turn, 150 + turn)]
         return turns
 
     async def all_of_them() -> list[list[Completion]]:
-        return await asyncio.gather(*(talk(n) for n in range(4)))
+        return await asyncio.gather(*(talk(n) for n in range(3)))
 
     for turns in rig.run(all_of_them()):
         assert len({c.engine for c in turns}) == 1
