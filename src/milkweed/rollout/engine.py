@@ -6,7 +6,6 @@ A plain class for any event loop; `actor.py` makes it a Monarch actor.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import time
 from typing import Any
@@ -17,6 +16,7 @@ from milkweed.errors import MilkweedError, TransferError
 from milkweed.fleet.memory import freeze
 from milkweed.rollout.answers import NOTHING, carries, finished, join, left, scored, since, so_far
 from milkweed.rollout.checks import check_image, check_staged, folder_tensors, tied
+from milkweed.rollout.keeping import Keeping
 from milkweed.rollout.protocol import (
     Begun,
     Collected,
@@ -30,11 +30,9 @@ from milkweed.rollout.protocol import (
 )
 from milkweed.rollout.sglang_engine import EngineDied, SGLang, engine_arguments
 from milkweed.rollout.sglang_hooks import LAYOUT, METHOD
-from milkweed.rollout.sglang_kv import SETTLE
 from milkweed.transfer.manifest import Staged
 from milkweed.transfer.plan import EngineLayout
 
-KEEP_S = 0.4  # in which the KV of requests that are given back is written
 _POLL_S = 0.2
 """How often the engine's processes are looked at; a death is known after this."""
 PROGRESS_S = 1.0
@@ -62,8 +60,7 @@ class RolloutEngine:
         self._told: dict[str, int] = {}
         self._replies: list[EngineReply] = []
         self._news = asyncio.Event()
-        self._keeping: set[str] = set()
-        self._kept = asyncio.Event()
+        self._keeping = Keeping()
         self._commit_lock = asyncio.Lock()
         self._watcher: asyncio.Task[None] | None = None
         self._busy_since: float | None = None
@@ -187,19 +184,9 @@ class RolloutEngine:
             return
         for request_id in ids:
             if request_id in self._running:
-                self._keeping |= {request_id} if keep else set()
+                if keep:
+                    self._keeping.add(request_id)
                 self._sglang.abort(request_id)
-
-    async def _keep(self, request_id: str) -> None:
-        """Waits until the KV of all that are being kept is written, or there is no more time."""
-        self._keeping.discard(request_id)
-        with contextlib.suppress(TimeoutError, EngineDied):  # another engine computes it; the watcher finds a death
-            async with asyncio.timeout(2 * KEEP_S):
-                if self._keeping or self._sglang is None:
-                    await self._kept.wait()
-                else:
-                    await self._sglang.call(SETTLE, {"within_s": KEEP_S}, 2 * KEEP_S)
-        self._kept.set()
 
     async def forsake(self, within_s: float = 5.0) -> None:
         """Whoever asked is gone: what runs is stopped, and nobody is answered."""
@@ -258,8 +245,7 @@ class RolloutEngine:
                 self._prompt_tokens += len(r.token_ids)
             else:
                 reply = await self._generate(engine, r)
-            if r.id in self._keeping:
-                await self._keep(r.id)
+            await self._keeping.written(r.id, engine)
         except asyncio.CancelledError:
             return  # the canceller has answered
         except Exception as e:  # whatever SGLang refuses or fails at, only this request is lost

@@ -76,9 +76,8 @@ class Router(Updates):
         """The newest version that any engine serves; engines that missed it get no samples."""
         self._waiting: deque[Pending] = deque()
         self._prefixes = Prefixes(overlap_score_weight)
-        self._ids = itertools.count()
-        self._in_flight = 0
-        self._busy_s = 0.0
+        self._ids = (f"r{n}." for n in itertools.count())  # SGLang aborts all that begin so, and "r1" would take "r10" along
+        self._in_flight, self._busy_s = 0, 0.0
         self._deadlines = Deadlines(lambda p: p.future.done() or p.future.set_exception(TimeoutError()))
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closed = False
@@ -146,19 +145,15 @@ class Router(Updates):
         sampling it failed, FleetError when no engine is left, DeadlineExceeded after `deadline_s`. Cancelling the call
         stops the sample in its engine.
         """
-        request = EngineRequest(self._id(), list(token_ids), sampling or Sampling(), name)
+        request = EngineRequest(next(self._ids), list(token_ids), sampling or Sampling(), name)
         return completion(request, *await self._ask(request, deadline_s))
 
     async def score(self, token_ids: Sequence[int], top: int, *, name: str, deadline_s: float = 900) -> EngineReply:
         """How likely each of `token_ids` is given those before it, at temperature 1: `logprobs` (0 for the first), and
         the `top` likeliest words for each token after the first in `top_ids` and `top_logprobs`, best first. Nothing is
         sampled. Raises as `sample` does."""
-        request = EngineRequest(self._id(), list(token_ids), Sampling(), name, top)
+        request = EngineRequest(next(self._ids), list(token_ids), Sampling(), name, top)
         return (await self._ask(request, deadline_s))[0]
-
-    def _id(self) -> str:
-        """A request's name. None begins with another, since SGLang aborts all whose names begin with the one it is told."""
-        return f"r{next(self._ids)}."
 
     async def _ask(self, request: EngineRequest, deadline_s: float) -> tuple[EngineReply, Engine]:
         """The answer to `request`, and whose it is."""
@@ -361,8 +356,7 @@ class Router(Updates):
 
     @property
     def kv(self) -> dict[str, Any]:
-        """Since the router began: `Crew.prefilled`; samples that went where (some of) their prefix was (`prefix_hits`), and
-        those that did not, since the engines that hold it were too busy (`prefix_passed`)."""
+        """Since the router began: `Crew.prefilled`; samples that went to their prefix, and past it to less busy engines."""
         return self.crew.prefilled() | {"prefix_hits": self._prefixes.hits, "prefix_passed": self._prefixes.passed}
 
     @property

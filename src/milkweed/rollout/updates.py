@@ -9,7 +9,15 @@ from typing import Any
 
 from milkweed.errors import DeadlineExceeded, FleetError, PeerDied, TransferError
 from milkweed.rollout.crew import Crew
-from milkweed.rollout.protocol import CommitReport, EngineReply, EngineRequest, EngineStats, SampleError, decode_report, encode
+from milkweed.rollout.protocol import (
+    CommitReport,
+    EngineReply,
+    EngineRequest,
+    EngineStats,
+    SampleError,
+    decode_report,
+    encode,
+)
 from milkweed.rollout.records import Engine, EngineReplica, Pending, UpdateReport, as_fleet_error
 from milkweed.transfer.manifest import Staged
 from milkweed.types import PolicyVersion, Sampling
