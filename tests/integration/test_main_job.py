@@ -18,6 +18,7 @@ from milkweed.fleet import processes
 
 pytestmark = pytest.mark.stack
 SAMPLING = mw.Sampling(max_tokens=6)
+SECRET = "MILKWEED_TESTS_TOKEN"
 TRAINER = mw.TrainerConfig(lr=1e-3, seq_len=128, micro_rows=16)
 
 
@@ -52,7 +53,9 @@ def model(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def live(loop, model, tmp_path_factory):
     """One run, shared by the tests of this module; each leaves it whole."""
-    run = loop.run(mw.Run.open(config(tmp_path_factory.mktemp("runs") / "run"), model=model))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SECRET, "known to the controller")
+        run = loop.run(mw.Run.open(config(tmp_path_factory.mktemp("runs") / "run"), model=model))
     yield run
     loop.run(run.close())
 
@@ -88,6 +91,19 @@ def test_a_run_listens_on_loopback_only(loop, live):
     assert len(pids) >= 6
     where = {pid: listeners(pid) for pid in [*pids, os.getpid()]}
     assert {address for found in where.values() for address in found} <= {"127.0.0.1", "::1"}, where
+
+
+def test_rewards_get_no_credentials(loop, live):
+    def spy(prompt, completion):
+        with open("/proc/self/environ", "rb") as file:
+            begun = b"known to the controller" in file.read()
+        return 4.0 * (SECRET in os.environ) + 2.0 * begun + ("PATH" in os.environ)
+
+    async def check():
+        groups = await live.sample(mw.single_turn(spy), live.stream(tasks().train).take(2), n=2)
+        assert {t.reward for g in groups for t in g.trajectories} == {1.0}
+
+    loop.run(check())
 
 
 def test_live_parameters_equal_an_engine_started_from_the_exported_folder(loop, live, tmp_path):

@@ -227,7 +227,8 @@ class Fleet:
     def _launch(self, index: int) -> Host:
         n = len(self._gone)
         host = self._host(index, f"h{index}-{n}" if n else f"h{index}")
-        host.launch(self.environment(), self.mesh.hosts.orphan_grace_s)
+        # without a run directory no other controller would know of it
+        host.launch(self.environment(), self.mesh.hosts.orphan_grace_s if self.run_dir is not None else 0.0)
         return host
 
     async def _living(self, name: str, index: int, *, bound: bool) -> Host:
