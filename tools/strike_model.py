@@ -24,7 +24,7 @@ from milkweed.transfer.manifest import Staged
 from milkweed.types import PolicyVersion, Prompt, Sampling
 from simulated import EngineModel
 
-KINDS = ("kill engine", "stop engine", "raise in engine", "slow engine", "flip bytes", "kill trainer", "kill controller")
+KINDS = ("kill engine", "stop engine", "raise in engine", "slow engine", "preempt engine", "flip bytes", "kill trainer", "kill controller")
 WINDOWS = ("publish", "commit", "ledger write", "checkpoint rename")
 """Moments at which the controller (or, in a commit, an engine) is killed."""
 STUCK_S = 900.0
@@ -309,6 +309,10 @@ async def _strike(life: Life, kind: str, work: asyncio.Future[None], dice: rando
         engine.fail(RemoteError(engine.name, "raised", "RuntimeError: struck"))
     elif kind == "slow engine":
         life.router._spawn(engine.slow(10.0, 30.0))
+    elif kind == "preempt engine":
+        if life.router.crew.find(engine.name) is not None:
+            life.router._spawn(life.router.leave(engine.name, within_s=5.0))
+            life.supervisor.failed(int(engine.name[7:]), PeerDied(engine.name, "lost", "its host is about to be taken away"))
     elif kind == "flip bytes":
         engine.flipped = True
     elif kind == "kill trainer":
