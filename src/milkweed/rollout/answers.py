@@ -28,19 +28,30 @@ def join(begun: Begun | None, more: Begun) -> Begun:
     """`more` after `begun`."""
     if begun is None:
         return more
-    n, versions = len(begun.token_ids), list(begun.versions)
+    whole = Begun(list(begun.token_ids), list(begun.logprobs), list(begun.versions))
+    _extend(whole, more)
+    return whole
+
+
+def _extend(begun: Begun, more: Begun) -> None:
+    n = len(begun.token_ids)
     for s in more.versions:
         start = n + s.start
-        if versions and versions[-1].version == s.version:
-            start = versions.pop().start
-        versions.append(VersionSpan(start, n + s.end, s.version))
-    return Begun(begun.token_ids + more.token_ids, begun.logprobs + more.logprobs, versions)
+        if begun.versions and begun.versions[-1].version == s.version:
+            start = begun.versions.pop().start
+        begun.versions.append(VersionSpan(start, n + s.end, s.version))
+    begun.token_ids += more.token_ids
+    begun.logprobs += more.logprobs
 
 
 def grown(begun: Begun | None, progress: Progress) -> Begun | None:
-    """`begun` with what its engine has said since; as it was where something between is missing."""
-    here = len(begun.token_ids) if begun else 0
-    return join(begun, progress.more) if progress.start == here else begun
+    """`begun` with what its engine has said since, changed in place: long samples are told of many times. As it was where
+    something between is missing."""
+    if begun is None:
+        return progress.more if progress.start == 0 else None
+    if progress.start == len(begun.token_ids):
+        _extend(begun, progress.more)
+    return begun
 
 
 def since(whole: Begun, start: int) -> Begun:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import msgspec
 
 from milkweed.errors import FleetError
-from milkweed.rollout.answers import usable
+from milkweed.rollout.answers import NOTHING, join, usable
 from milkweed.rollout.protocol import Begun, CommitReport, EngineReply, EngineRequest, EngineStats
 from milkweed.types import Completion, PolicyVersion
 
@@ -62,8 +62,9 @@ class Pending:
     def elsewhere(self) -> None:
         """Its engine has it no more; the next one goes on from the tokens that are known."""
         self.engine = None
-        self.request = msgspec.structs.replace(self.request, begun=usable(self.begun, self.request.sampling))
-        self.begun = self.request.begun
+        begun = usable(self.begun, self.request.sampling)
+        self.request = msgspec.structs.replace(self.request, begun=begun)
+        self.begun = join(begun, NOTHING) if begun is not None else None  # its own, to grow
 
 
 class Deadlines:

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 SGLANG_VERSION = "0.5.23"
 STREAM_EVERY = 32
-"""Tokens after which a scheduler says how far a request is."""
+"""Tokens after which a scheduler says how far a request is; for long ones a 64th of what they may have, since each time
+the whole is read."""
 ENGINE_MARK = "MILKWEED_ENGINE"
 """Set in the processes of our engines; elsewhere the plugin does nothing."""
 
@@ -204,7 +205,7 @@ class SGLang:
             params["sampling_seed"] = sampling.seed
         stream = grown is not None and sampling.max_tokens > STREAM_EVERY
         if stream:
-            params["stream_interval"] = STREAM_EVERY
+            params["stream_interval"] = max(STREAM_EVERY, sampling.max_tokens // 64)
         ask = GenerateReqInput(
             input_ids=token_ids, sampling_params=params, rid=request_id, return_logprob=True, stream=stream
         )
