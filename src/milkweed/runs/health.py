@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import TYPE_CHECKING
 
 from milkweed.errors import FleetError, MilkweedError
@@ -122,5 +122,5 @@ def _odd(values: dict[Engine, Hashable]) -> list[Engine]:
     return list(values)
 
 
-def _others(here: dict[Engine, object], odd: list[Engine]) -> str:
+def _others(here: Iterable[Engine], odd: list[Engine]) -> str:
     return ", ".join(sorted(e.replica.name for e in here if e not in odd)) or "each other"

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from milkweed.environments import Scorer
     from milkweed.environments.workers import EnvironmentWorkers
     from milkweed.fleet import Fleet, Replica
+    from milkweed.fleet.host import Host
     from milkweed.rollout import Router
     from milkweed.runs.weights import WeightPlane
 
@@ -61,7 +62,11 @@ class Upkeep:
         self._leaving: set[asyncio.Task[None]] = set()
         self._shunned: set[int] = set()
         loop = asyncio.get_running_loop()
-        fleet.on_notice = lambda host: loop.call_soon_threadsafe(self.notice, host.index)
+
+        def heard(host: Host) -> None:
+            loop.call_soon_threadsafe(self.notice, host.index)
+
+        fleet.on_notice = heard
         self._notices = asyncio.ensure_future(self._watch_notices()) if fleet.mesh.hosts.notice else None
         self.health = Health(router, lambda index: index in self._engines.places, fleet.mesh.rollout)
         router.scaling = self.scale
@@ -90,6 +95,7 @@ class Upkeep:
     async def close(self) -> None:
         """Nothing is replaced any more."""
         self.health.close()
+        self.fleet.on_notice = lambda host: None
         for task in [*self._leaving, *([self._notices] if self._notices else [])]:
             task.cancel()
         for supervisor in self._supervisors:
