@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.stack
+pytestmark = [pytest.mark.stack, pytest.mark.slow]
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "strike.py"
 KINDS = "kill reward,crash puller,kill trainer,kill puller,crash reward"
 
