@@ -82,9 +82,7 @@ class Pages:
         try:
             (self.folder / self.version).mkdir(parents=True, exist_ok=True)
             for other in self.folder.iterdir():
-                if other.name.startswith("."):
-                    continue  # being deleted
-                if PolicyVersion.parse(other.name) < version:
+                if _is_older(other.name, version):
                     gone = self.folder / f".{uuid.uuid4().hex}"
                     with contextlib.suppress(FileNotFoundError):  # another engine was faster
                         other.rename(gone)
@@ -214,6 +212,13 @@ class Pages:
         if cause not in self._said:
             self._said.add(cause)
             self._say(f"KV is computed anew where it cannot be kept in {self.folder}: {error}")
+
+
+def _is_older(name: str, version: PolicyVersion) -> bool:
+    try:
+        return PolicyVersion.parse(name) < version
+    except ValueError:
+        return False  # it is being deleted, or is none of ours
 
 
 def _remove_folders(folders: list[Path]) -> None:

@@ -150,7 +150,8 @@ def _exchange(
         message = f"not idle after retracting, nothing changed: {run.error}"
     elif run.step("copy", lambda: _load(scheduler, new, run, "copy")):
         scheduler.record_weight_version_change(version)
-        still.serve(version)
+        if not run.step("salt", lambda: still.serve(version)):
+            message = f"KV below the engine may be lost: {run.error}"  # not mistaken: its keys have the version
         ok = True
     else:
         cause = run.error
