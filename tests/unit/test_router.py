@@ -327,3 +327,30 @@ def test_messages_survive_encoding() -> None:
     raw = encode(Collected([reply], EngineStats(version=V1, state="serving")))
     assert msgspec.msgpack.decode(raw, type=Collected).replies == [reply]
     assert Sampling().full_support
+
+
+def test_the_first_samples_of_many_leave_while_the_others_are_still_being_asked_for():
+    class Post(FakeReplica):
+        """Notes when a message was posted, which a replica does before it is waited for."""
+
+        def call_one(self, endpoint: str, *args: Any, deadline_s: float) -> Any:
+            if endpoint == "submit":
+                posted.append((len(asked), len(decode_requests(args[0]))))
+            return super().call_one(endpoint, *args, deadline_s=deadline_s)
+
+    posted: list[tuple[int, int]] = []
+    asked: list[int] = []
+
+    async def run() -> None:
+        replica = Post(0)
+        router = Router([replica], [replica.stats])
+
+        async def one(number: int) -> None:
+            asked.append(number)
+            await router.sample([number])
+
+        await asyncio.wait_for(asyncio.gather(*(one(i) for i in range(100))), 10)
+        await router.close()
+
+    asyncio.run(run())
+    assert posted == [(32, 32), (64, 32), (96, 32), (100, 4)]

@@ -198,6 +198,7 @@ class Adopted:
         self.pid = self._started = 0
         while True:
             self._socket = socket.socket(socket.AF_UNIX)
+            self._socket.settimeout(max(0.1, end - time.monotonic()))
             try:
                 found = json.loads((folder / f"keeper-{host}.json").read_text())
                 self.pid, self._started = found["pid"], found["started"]

@@ -19,7 +19,7 @@ def carries(sampling: Sampling) -> bool:
     return sampling.seed is None and not sampling.stop
 
 
-def left(sampling: Sampling, begun: Begun | None) -> Sampling:
+def remaining(sampling: Sampling, begun: Begun | None) -> Sampling:
     """What is to be sampled yet."""
     return msgspec.structs.replace(sampling, max_tokens=sampling.max_tokens - len(begun.token_ids)) if begun else sampling
 

@@ -14,7 +14,7 @@ import msgspec
 
 from milkweed.errors import MilkweedError, TransferError
 from milkweed.fleet.memory import freeze
-from milkweed.rollout.answers import NOTHING, carries, finished, join, left, scored, since, so_far
+from milkweed.rollout.answers import NOTHING, carries, finished, join, remaining, scored, since, so_far
 from milkweed.rollout.checks import check_image, check_staged, folder_tensors, tied
 from milkweed.rollout.keeping import Keeping
 from milkweed.rollout.protocol import (
@@ -264,7 +264,7 @@ class RolloutEngine:
             if (more := so_far(answer)) is not None and r.id in self._begun:
                 self._begun[r.id] = join(r.begun, more)
 
-        sampling, ids = left(r.sampling, r.begun), r.token_ids + begun.token_ids
+        sampling, ids = remaining(r.sampling, r.begun), r.token_ids + begun.token_ids
         reply = finished(r, await engine.generate(r.id, ids, sampling, note if carries(sampling) else None))
         self._tokens += len(reply.token_ids) - len(begun.token_ids)
         self._prompt_tokens += len(ids)

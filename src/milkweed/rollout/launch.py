@@ -52,7 +52,6 @@ class Launcher:
         if not c.files_gb:
             return arguments
         token, folder = self.fleet.token, Path(c.folder)
-        pages.sweep(folder, lambda other: other == token or bool(by_token(other)))
         backend = {
             "backend_name": "milkweed", "module_path": "milkweed.rollout.sglang_tier", "class_name": "Tier",
             "prefetch_threshold": 2 * PAGE_TOKENS, "folder": str(folder / f"mw-{token}-kv"), "bytes": int(c.files_gb * 1e9),
@@ -80,6 +79,9 @@ class Launcher:
     async def all(self) -> list[tuple[Replica, EngineStats]]:
         """Every engine of the mesh, those that stand by last. Raises as `one`; none is left then."""
         c = self.fleet.mesh.engines(self.role)
+        if c.kv_tier.files_gb:  # what runs that are gone have left may be many gigabytes
+            own = self.fleet.token
+            await asyncio.to_thread(pages.sweep, Path(c.kv_tier.folder), lambda other: other == own or bool(by_token(other)))
         count = range(c.replicas + c.standby)
         started = await asyncio.gather(*(self.one(i) for i in count), return_exceptions=True)
         up = [s for s in started if not isinstance(s, BaseException)]

@@ -33,7 +33,7 @@ class Updates(ABC):
 
     crew: Crew
     version: PolicyVersion
-    _ids: Iterator[int]
+    _ids: Iterator[str]
     turns = 0
     """Odd while versions change hands."""
 
@@ -113,7 +113,7 @@ class Updates(ABC):
 
     async def ask_one(self, engine: Engine, token_ids: Sequence[int], *, name: str, deadline_s: float) -> EngineReply:
         """How likely that engine says each of `token_ids` is (see `score`). Raises FleetError, SampleError, DeadlineExceeded."""
-        request = EngineRequest(f"p{next(self._ids)}", list(token_ids), Sampling(), name, 0)
+        request = EngineRequest(next(self._ids), list(token_ids), Sampling(), name, 0)
         p = Pending(request, asyncio.get_running_loop().create_future())
         self._put(p, engine)
         try:

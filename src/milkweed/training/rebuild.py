@@ -1,8 +1,9 @@
 """A trainer whose ranks died comes back: new ranks, the last checkpoint, and the steps since trained again.
 
 The controller keeps what the ranks were told since that checkpoint, each step's batch and packed loss, in a file without a
-name, which ends with it: as memory, batches of many steps would be gigabytes. Training the same batches again gives the same weights, and that is checked: a step whose loss
-or norm of the gradient differs ends the rebuilding, since its version would name two sets of weights.
+name, which ends with it: as memory, batches of many steps would be gigabytes. Training the same batches again gives the same
+weights, and that is checked: a step whose loss or norm of the gradient differs ends the rebuilding, since its version would
+name two sets of weights.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ SAME = ("loss", "grad_norm", "tokens")
 
 
 class Told(msgspec.Struct, frozen=True):
-    """One call whose effect the ranks hold: where its arguments lie in the file, and the metrics that came of it. `lost`
-    says why the arguments could not be written there, "" where they could."""
+    """One call whose effect the ranks hold: where its arguments lie in the file, or why they are `lost`, and the metrics that
+    came of it."""
 
     endpoint: str
     offset: int
-    metrics: dict[str, Any] | None = None
     lost: str = ""
+    metrics: dict[str, Any] | None = None
 
 
 class History:
@@ -49,38 +50,42 @@ class History:
         self._failures = 0
         self.note: Callable[[Event], None] = lambda event: None
 
-    def heard(self, endpoint: str, args: tuple[Any, ...], answers: list[Any], version: PolicyVersion) -> None:
-        """The ranks have done this; what it changes in them is kept."""
+    async def heard(self, endpoint: str, args: tuple[Any, ...], answers: list[Any], version: PolicyVersion) -> None:
+        """The ranks have done this; what it changes in them is kept. One call at a time."""
         if endpoint == "update":
             self._failures = 0
             if answers[0]["metrics"].get("applied", 1.0):
-                self._keep(endpoint, args, answers[0]["metrics"])
+                await self._keep(endpoint, args, answers[0]["metrics"])
         elif endpoint == "set_lr":
-            self._keep(endpoint, args)
+            await self._keep(endpoint, args)
         elif endpoint == "save":  # whole only once `saved` says so; until then it is written again too
-            self._keep(endpoint, args)
+            await self._keep(endpoint, args)
             self._saving = version
         elif endpoint == "saved" and all(answers) and self._saving is not None:
             last = max((i for i, told in enumerate(self._told) if told.endpoint == "save"), default=-1)
             self._origin = (self._saving.incarnation, self._saving.step)
-            self._forget(last + 1)
+            await asyncio.to_thread(self._forget, last + 1)
             self._saving = None
         elif endpoint == "adopt":
             self._adopted = args
         elif endpoint == "load":
             loaded: PolicyVersion = answers[0]["version"]
             self._origin = (loaded.incarnation, loaded.step if answers[0]["state"] is not None else None)
-            self._forget(len(self._told))
+            await asyncio.to_thread(self._forget, len(self._told))
             self._saving = None
 
-    def _keep(self, endpoint: str, args: tuple[Any, ...], metrics: dict[str, Any] | None = None) -> None:
-        offset, lost = self._file.seek(0, 2), ""
+    async def _keep(self, endpoint: str, args: tuple[Any, ...], metrics: dict[str, Any] | None = None) -> None:
+        self._told.append(Told(endpoint, *await asyncio.to_thread(self._append, args), metrics=metrics))
+
+    def _append(self, args: tuple[Any, ...]) -> tuple[int, str]:
+        """Where they lie, and why they do not."""
+        offset = self._file.seek(0, 2)
         try:
             self._write(pickle.dumps(args, protocol=5))
         except OSError as error:  # training goes on; only these steps cannot be trained again
-            lost = f"its batch could not be kept: {error.strerror or error}"
             self._file.truncate(offset)
-        self._told.append(Told(endpoint, offset, metrics, lost))
+            return offset, f"its batch could not be kept: {error.strerror or error}"
+        return offset, ""
 
     def _forget(self, count: int) -> None:
         """The first `count` calls are in a checkpoint: their room in the file is given back."""
@@ -149,7 +154,7 @@ class History:
             if step is not None and answer["version"] != PolicyVersion(incarnation or 0, step):
                 raise MilkweedError(f"checkpoint {step} came back as version {answer['version']}")
         for told in self._told:
-            answers = await ask(told.endpoint, *self._args(told))
+            answers = await ask(told.endpoint, *await asyncio.to_thread(self._args, told))
             if (before := told.metrics) is not None:
                 now = answers[0]["metrics"]
                 if different := [k for k in SAME if now.get(k) != before.get(k)]:

@@ -314,15 +314,13 @@ class Trainer:
     async def close(self) -> None:
         """Let the ranks give back what they hold, then end them. Safe to call twice and after a failure."""
         self._closing = True
-        if self.replica.failure is None and not self.replica.stopped:
-            try:
+        try:
+            if self.replica.failure is None and not self.replica.stopped:
                 await self._call("close", deadline_s=10.0)
-            except MilkweedError:
-                await self.replica.stop()
-                raise
-        if self.history is not None:
-            self.history.close()
-        await self.replica.stop()
+        finally:
+            if self.history is not None:
+                self.history.close()
+            await self.replica.stop()
 
     async def _call(self, endpoint: str, *args: Any, deadline_s: float | None = None) -> list[Any]:
         """The ranks' values in rank order; their seconds go into `busy_s`."""
@@ -335,7 +333,7 @@ class Trainer:
                 self.replica = await self.history.rebuild(error, self.replica, self._ask)
                 continue
             if self.history is not None:
-                self.history.heard(endpoint, args, values, self.version)
+                await self.history.heard(endpoint, args, values, self.version)
             return values
 
     def _ask(self, replica: Replica) -> Ask:
