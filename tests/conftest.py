@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import sys
+
+# a shell starts what it puts in the background with SIGINT ignored, which the processes that tests interrupt would inherit
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _status = 0
 

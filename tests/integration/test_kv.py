@@ -104,8 +104,9 @@ def test_new_weights_leave_nothing_of_the_old_ones_in_any_tier(rig: Tiered) -> N
             e.standby = False
         rig.router.crew.by_load.rebuild()
         s = Sampling(max_tokens=300, ignore_eos=True)
+        old = len(rig.stored(VERSIONS[0]))
         tasks = [asyncio.create_task(rig.router.sample(prompt(10 + i), s)) for i in range(4)]
-        await asyncio.sleep(0.4)
+        await _until(lambda: len(rig.stored(VERSIONS[0])) >= old + 4 * (300 // PAGE))  # all have begun
         report = await rig.router.update_weights({"host0": rig.stage(VERSIONS[1])}, VERSIONS[1])
         assert report.failed == {}
         return await asyncio.gather(*tasks)

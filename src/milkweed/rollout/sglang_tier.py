@@ -6,10 +6,12 @@ import hashlib
 import json
 import logging
 import os
+from array import array
 from pathlib import Path
 from typing import Any
 
 import torch
+from sglang.srt.mem_cache.cpp_utils import native_hash
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
 from milkweed.rollout.pages import Counts, Pages
@@ -20,6 +22,7 @@ class Tier(HiCacheStorage):
     """SGLang's view of `Pages`; made by its factory for dynamic backends. One for each rank of an engine."""
 
     def __init__(self, storage_config: Any, kwargs: Any) -> None:
+        ready_hash()
         c = storage_config.extra_config
         self.pages: Pages | None = None
         self._config, self._storage = c, storage_config
@@ -61,6 +64,36 @@ class Tier(HiCacheStorage):
 
     def batch_set(self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None) -> bool:
         return all(self.set(key, value) for key, value in zip(keys, values, strict=True))
+
+
+def ready_hash() -> None:
+    """SGLang compiles the hash that names its pages when it looks for the first one, in the thread that looks: for seconds no
+    page is found, and without ninja, a C++ compiler and libcrypto's headers none ever is. So it is made before the engine
+    serves; where it can not be, Python makes the same names, a few times slower."""
+    try:
+        native_hash._load_native_hash_module()
+    except RuntimeError as e:
+        why = str(e.__cause__ or e).strip().splitlines()
+        logging.getLogger(__name__).warning("pages of KV are named by Python's SHA-256: SGLang's could not be built: %s", why[:1])
+        native_hash._load_native_hash_module = PythonHash
+
+
+class PythonHash:
+    """SHA-256 over the page before (32 bytes, if any) and a page's tokens as little-endian 32-bit words."""
+
+    @staticmethod
+    def get_hash(
+        raw: array[int], length: int, width: int, bigram: bool, prior: bytes | None, page_size: int | None
+    ) -> str | list[str]:
+        if bigram or width != 1:
+            raise ValueError("pages of drafted tokens can be named only by SGLang's own hash: install ninja, a C++ compiler and libssl-dev")
+        words, names = memoryview(array("I", raw[:length])), []
+        for begin in range(0, length, page_size or max(length, 1)):
+            prior = hashlib.sha256((prior or b"") + bytes(words[begin : begin + (page_size or length)])).digest()
+            names.append(prior.hex())
+        if page_size is None:
+            return names[0] if names else hashlib.sha256(prior or b"").hexdigest()
+        return names
 
 
 def _bytes(page: torch.Tensor) -> memoryview:
