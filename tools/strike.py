@@ -1,4 +1,5 @@
-"""Seeded strikes on a run: processes killed, stopped, crashed, bytes flipped, the controller killed at named moments.
+"""Seeded strikes on a run: processes killed, stopped, crashed, slowed, bytes flipped, a full disk, a reward that
+raises, the controller killed at named moments.
 
     ./tools/run tools/strike.py --count 10                     # a tiny real run on this machine, in a temporary folder
     ./tools/run tools/strike.py --simulated --count 1000       # the loop, router, supervisor and ledger on virtual time
@@ -18,6 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from strike_blows import small_disk
 from strike_model import KINDS, WINDOWS, Scene, Tally, simulate_strikes
 
 
@@ -60,9 +62,10 @@ def main() -> int:
 
 
 def real(a: argparse.Namespace, folder: Path, tally: Tally) -> tuple[Tally, list[str]]:
-    import milkweed as mw
     from strike_real import KINDS as REAL
     from strike_real import Struck, command, strike_real
+
+    import milkweed as mw
 
     model = folder / "model"
     folder.mkdir(parents=True, exist_ok=True)
@@ -71,10 +74,18 @@ def real(a: argparse.Namespace, folder: Path, tally: Tally) -> tuple[Tally, list
     mesh = a.mesh
     if not mesh:
         mesh = str(folder / "struck.toml")
-        Path(mesh).write_text('name = "struck"\n[rollout]\nreplicas = 2\n[rollout.engine]\nmax_running_requests = 64\n')
-    run = Struck(folder / "run", command(folder / "run", model, mesh), lambda text: print(text, flush=True))
+        Path(mesh).write_text('name = "struck"\n[rollout]\nreplicas = 2\nlook_s = 5\n[rollout.engine]\nmax_running_requests = 64\n[faults]\nretries = 20\nrole_retries = 40\nhost_retries = 40\nmost_s = 1\n')
     kinds = [k.strip() for k in a.kinds.split(",") if k.strip()] or None
-    strike_real(a.count, a.seed, run, tally, kinds, first=a.first, until=time.monotonic() + a.minutes * 60)
+    unknown = set(kinds or ()) - {*REAL, "kill controller", *WINDOWS}
+    if unknown:
+        raise SystemExit(f"--kinds: {', '.join(sorted(unknown))} is none of {', '.join([*REAL, 'kill controller', *WINDOWS])}")
+    with small_disk(folder) as disk:
+        if disk is None:
+            print("no disk of its own could be mounted for the run (it takes root), so none is filled")
+        where = disk or folder / "run"
+        run = Struck(where, command(where, model, mesh), lambda text: print(text, flush=True), folder / "run.log")
+        run.small = disk is not None
+        strike_real(a.count, a.seed, run, tally, kinds, first=a.first, until=time.monotonic() + a.minutes * 60)
     return tally, [*REAL, "kill controller", *WINDOWS]
 
 

@@ -1,4 +1,4 @@
-"""Strikes on a live run: its processes are killed, stopped and made to crash, and it has to go on as if nothing had been."""
+"""Strikes on a live run: its processes are killed, stopped and made to crash, and worse; it has to go on as if nothing had been."""
 
 from __future__ import annotations
 
@@ -15,12 +15,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from milkweed.data.ledger import audit
-from milkweed.fleet import processes
+from strike_blows import fill_disk, flip_checkpoint, flip_weights, raise_in_reward, slow_down
 from strike_model import WINDOWS, Tally
 
+from milkweed.data.ledger import audit
+from milkweed.fleet import processes
+
 ROLES = ("rollout", "trainer", "reward", "puller")
-KINDS = tuple(f"{how} {role}" for how in ("kill", "stop", "crash") for role in ROLES) + ("kill host",)
+KINDS = tuple(f"{how} {role}" for how in ("kill", "stop", "crash") for role in ROLES) + (
+    "kill host", "slow rollout", "raise reward", "flip rollout", "flip checkpoint", "full disk",
+)  # fmt: skip
+CONTROLLER = ("kill controller", "flip checkpoint", *WINDOWS)
+"""What ends the controller."""
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "crash": signal.SIGABRT}
 STUCK_S = 150.0
 """Longest time in which a struck run may train no step: start-up of the whole mesh on two busy cores, and then some."""
@@ -35,13 +41,15 @@ def _heeds_interrupts() -> None:
 class Struck:
     """One run directory and the controller that works on it."""
 
-    def __init__(self, folder: Path, command: list[str], say: Callable[[str], None]) -> None:
-        self.folder, self.command, self.say = folder, command, say
+    def __init__(self, folder: Path, command: list[str], say: Callable[[str], None], log: Path) -> None:
+        self.folder, self.command, self.say, self.log = folder, command, say, log
         self.controller: subprocess.Popen[bytes] | None = None
         self.tokens: set[str] = set()
+        self.small = False
+        """Whether it has a disk of its own, that can be filled."""
 
     def start(self) -> None:
-        log = (self.folder.parent / f"{self.folder.name}.log").open("ab")
+        log = self.log.open("ab")
         self.controller = subprocess.Popen(self.command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=_heeds_interrupts)
 
     def steps(self) -> int:
@@ -123,13 +131,13 @@ def strike_real(count: int, seed: int, run: Struck, tally: Tally, kinds: list[st
     (time.monotonic). The run is started, and at the end interrupted; whatever happens here, none of it is left."""
     dice = random.Random(seed)
     if kinds is None:
-        every = [*KINDS, "kill controller", *WINDOWS]
+        every = [k for k in (*KINDS, "kill controller", *WINDOWS) if run.small or k != "full disk"]
         kinds = [every[i % len(every)] for i in range(count)]
         dice.shuffle(kinds)
     run.start()
     try:
         if not run.progress(3):
-            raise SystemExit(f"the run does not start; see {run.folder}.log")
+            raise SystemExit(f"the run does not start; see {run.log}")
         for number, kind in list(enumerate(kinds, 1))[first - 1 :]:
             if time.monotonic() > until:
                 run.say(f"the time is over before strike {number}; go on from it with --first {number}")
@@ -151,8 +159,23 @@ def _strike(run: Struck, number: int, kind: str, dice: random.Random, tally: Tal
     began, known = time.monotonic(), len(run.faults())
     run.of_role("")  # its token, should it be killed
     assert run.controller is not None
-    if kind == "kill controller" or kind in WINDOWS:
+    if kind == "flip checkpoint" and not flip_checkpoint(run.folder, dice):
+        tally.problems.append(f"strike {number}, {kind}: there are no two checkpoints")
+        return True
+    if kind in CONTROLLER:
         _kill_controller(run, kind, tally)
+    elif kind == "full disk":
+        fill_disk(run.folder)
+    elif kind == "raise reward":
+        raise_in_reward(run.folder)
+    elif kind in ("slow rollout", "flip rollout"):
+        pids = _one_engine(run, dice)
+        if kind == "slow rollout":
+            slow_down(pids)
+        elif not any(flip_weights(token, pids, dice) for token in run.tokens):
+            tally.problems.append(f"strike {number}, {kind}: no weights were found in {pids}")
+            return True
+        _until_mended(run, known)
     else:
         how, role = kind.split()
         pids = run.of_role(role)
@@ -176,6 +199,14 @@ def _strike(run: Struck, number: int, kind: str, dice: random.Random, tally: Tal
     mended = [f"{f['replica']} {f['after_s']:.1f} s" for f in run.faults()[known:] if f["what"] == "replaced"]
     run.say(f"strike {number} {kind}: two steps later after {took:.1f} s" + (f" ({', '.join(mended)})" if mended else ""))
     return True
+
+
+def _one_engine(run: Struck, dice: random.Random) -> list[int]:
+    """All processes of one of the engines."""
+    names: dict[str, list[int]] = {}
+    for pid in run.of_role("rollout"):
+        names.setdefault(processes.environment(pid)[processes.REPLICA_VAR], []).append(pid)
+    return names[dice.choice(sorted(names))]
 
 
 def _kill_controller(run: Struck, kind: str, tally: Tally) -> None:

@@ -30,7 +30,7 @@ def test_a_run_whose_controller_is_killed_goes_on_with_its_engines_within_20_sec
     model = mw.new_qwen3(tmp_path / "model", hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=128)
     mesh = tmp_path / "graced.toml"
     mesh.write_text('name = "graced"\n[hosts]\norphan_grace_s = 60\n[rollout]\nreplicas = 2\n[rollout.engine]\nmax_running_requests = 64\n')
-    run = Struck(tmp_path / "run", command(tmp_path / "run", model, str(mesh)), print)
+    run = Struck(tmp_path / "run", command(tmp_path / "run", model, str(mesh)), print, tmp_path / "run.log")
     log = tmp_path / "run.log"
     try:
         run.start()

@@ -11,7 +11,7 @@ import pytest
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow]
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "strike.py"
-KINDS = "kill reward,crash puller,kill trainer,kill puller,crash reward"
+KINDS = "kill reward,raise reward,kill trainer,crash puller,stop reward"
 
 
 def test_five_strikes_on_a_live_run_lose_double_and_hang_nothing(tmp_path):

@@ -15,10 +15,9 @@ import pytest
 import torch
 
 import milkweed as mw
-from milkweed.config import load_mesh
+from milkweed.config import FaultsConfig, load_mesh
 from milkweed.config.mesh import TransferConfig
 from milkweed.errors import FleetError, TransferError
-from milkweed.fleet.supervision import Budget
 from milkweed.training import Trainer
 
 pytestmark = pytest.mark.stack
@@ -86,10 +85,10 @@ async def difference(trainer: Trainer, sequences: list[mw.Trajectory]) -> float:
 def test_tokens_sampled_while_weights_change_are_those_of_the_version_they_name(tmp_path: Path, updates: int):
     async def scenario() -> None:
         model = mw.new_qwen3(tmp_path / "model", hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=128)
-        config = msgspec.structs.replace(load_mesh("local"), transfer=TransferConfig(transport="nixl"))
+        tireless = FaultsConfig(retries=9999, role_retries=9999, host_retries=9999, most_s=0)
+        config = msgspec.structs.replace(load_mesh("local"), transfer=TransferConfig(transport="nixl"), faults=tireless)
         async with await mw.up(config, model=model, trainer=SETTINGS, roles=("trainer", "rollout"), run_dir=tmp_path / "run") as mesh:
             mesh.update_deadline_s = 20.0
-            mesh.upkeep._pullers.budget = Budget(retries=9999, role_retries=9999, host_retries=9999, most_s=0.0)  # what kills here never tires
             completions: list[mw.Completion] = []
             killed: list[int] = []
             failed: list[str] = []

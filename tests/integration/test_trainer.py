@@ -142,7 +142,7 @@ def test_the_split_into_micro_batches_and_recomputation_change_nothing(alone):
 def test_resume_is_bitwise_and_keeps_the_controllers_state(alone):
     resumed = alone["resumed"]
     assert resumed["state"] == {"step": 2, "again": True}
-    assert resumed["version"] == "1.2" and resumed["broken"] == [3], "the newest good one, beside one that is broken"
+    assert resumed["version"] == "1.2" and resumed["broken"] == [4, 3], "the newest good one, beside two that are broken"
     assert resumed["parameters_equal"] and resumed["metrics_equal"] and resumed["after_equal"]
     assert resumed["lr"] == pytest.approx(2e-2 * 3 / 4)
 

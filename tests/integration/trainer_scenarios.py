@@ -160,7 +160,7 @@ def four(model: str, out: dict) -> None:
 
 def resume(model: str, folder: str, **degrees) -> dict:
     """Save after two steps, step on; a second trainer loads and steps: the same, to the bit?"""
-    config = TrainerConfig(lr=1e-2, warmup_steps=4, seq_len=64, **degrees)
+    config = TrainerConfig(lr=1e-2, warmup_steps=4, seq_len=64, keep_checkpoints=0, **degrees)
     run = f"{folder}/{'-'.join(degrees) or 'one'}"
     batch, later = packed_batch(), packed_batch(seed=1)
     rank = TrainerRank(model, config, run_dir=run)
@@ -173,10 +173,17 @@ def resume(model: str, folder: str, **degrees) -> dict:
     went_on = rank.update(later, policy_gradient)
     after = rank.checksum()  # the checkpoint was being written meanwhile
     rank.save("{}")
+    rank.update(later, policy_gradient)
+    rank.save("{}")
     rank.saved(wait=True)
-    if dist.get_rank() == 0:  # the newest looks whole and is rotten
-        part = max(Path(run, "checkpoints", "step-3").glob("*.distcp"), key=lambda p: p.stat().st_size)
-        os.truncate(part, part.stat().st_size // 2)
+    if dist.get_rank() == 0:  # the newest two look whole and are rotten: one is cut short, in the other one bit is another
+        cut, flipped = (max(Path(run, "checkpoints", s).glob("*.distcp"), key=lambda p: p.stat().st_size) for s in ("step-3", "step-4"))
+        os.truncate(cut, cut.stat().st_size // 2)
+        with flipped.open("r+b") as part:
+            part.seek(flipped.stat().st_size // 2)
+            byte = part.read(1)[0]
+            part.seek(-1, os.SEEK_CUR)
+            part.write(bytes([byte ^ 1]))
     dist.barrier()
     other = TrainerRank(model, config, run_dir=run)
     state = other.load()

@@ -144,6 +144,8 @@ def test_shipped_meshes_are_what_they_say() -> None:
         ("local", "trainer.dtype=fp32", "choose one of float32, bfloat16"),
         ("local", "rollout.replica=2", "did you mean 'rollout.replicas'"),
         ("local", "trainer.threads=1.5", "expected `int`, got `float`"),
+        ("local", "faults.retries=-1", "faults.retries: -1 is too few; at least 0"),
+        ("local", "faults.most_s=-2", "faults.most_s: -2 is no time; 0 or more seconds"),
         ("local", "critic.tensor_parallel=0", "critic.tensor_parallel: 0 is too few; at least 1"),
         ("local", "reward_model.thread=2", "did you mean 'reward_model.threads'"),
         ("node8", "critic.data_parallel_shard=4", "rollout0 needs 1 GPU of one host; 8 of 8 are taken"),

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from milkweed.config import FaultsConfig
 from milkweed.errors import FleetError, PeerDied, RemoteError, StepRefused
-from milkweed.fleet.supervision import Budget, Event
+from milkweed.fleet.supervision import Event
 from milkweed.training.config import TrainerConfig
 from milkweed.training.rebuild import History
 from milkweed.training.trainer import Trainer
@@ -91,7 +92,7 @@ class Rig:
         self.made: list[Ranks] = []
         self.events: list[Event] = []
         self.trainer = Trainer(self.new(0.0), TrainerConfig(), "model")  # type: ignore[arg-type]
-        self.trainer.history = History("trainer0", self.spawn, (), Budget(first_s=0.01))  # type: ignore[arg-type]
+        self.trainer.history = History("trainer0", self.spawn, (), FaultsConfig(first_s=0.01))  # type: ignore[arg-type]
         self.trainer.history.note = self.events.append
 
     def new(self, drift: float) -> Ranks:

@@ -52,7 +52,7 @@ def test_a_run_whose_engines_die_every_ten_minutes_is_nearly_as_fast_as_one_left
 
 def test_a_strike_that_is_interrupted_leaves_nothing_of_its_run(tmp_path, monkeypatch):
     child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
-    run = Struck(tmp_path / "run", [sys.executable, "-c", child], lambda text: None)
+    run = Struck(tmp_path / "run", [sys.executable, "-c", child], lambda text: None, tmp_path / "run.log")
     seen: list[int] = []
 
     def interrupted(steps: int = 2, within_s: float = 0.0) -> bool:
@@ -78,7 +78,7 @@ def _group(pid: int) -> int | None:
 
 def test_strikes_go_on_where_they_were_left_and_begin_none_when_the_time_is_over(tmp_path, monkeypatch):
     struck, said = [], []
-    run = Struck(tmp_path / "run", [sys.executable, "-c", "import time; time.sleep(60)"], said.append)
+    run = Struck(tmp_path / "run", [sys.executable, "-c", "import time; time.sleep(60)"], said.append, tmp_path / "run.log")
     monkeypatch.setattr(run, "progress", lambda *a: True)
     monkeypatch.setattr(strike_real_module, "audit", lambda folder: SimpleNamespace(problems=[]))
     monkeypatch.setattr(strike_real_module, "_strike", lambda run, number, kind, dice, tally: struck.append((number, kind)) or True)

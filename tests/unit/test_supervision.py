@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from test_router import V0, V1, FakeReplica, staged
 
+from milkweed.config import FaultsConfig
 from milkweed.errors import ConfigError, DataError, FleetError, PeerDied, RemoteError, TransferError
-from milkweed.fleet.supervision import Budget, Event, Supervisor, kind_of, recycles
+from milkweed.fleet.supervision import Event, Supervisor, kind_of, recycles
 from milkweed.rollout.protocol import CommitReport, EngineStats
 from milkweed.rollout.router import Router
 from milkweed.runs.upkeep import Upkeep
@@ -24,7 +25,7 @@ def died(index: int = 0) -> PeerDied:
 class Rig:
     """A supervisor whose replicas take 30 s to start, or fail as `script` says."""
 
-    def __init__(self, *script: Exception | None, budget: Budget = Budget()) -> None:
+    def __init__(self, *script: Exception | None, budget: FaultsConfig = FaultsConfig()) -> None:
         self.script, self.starts = list(script), list[float]()
         self.ends, self.events = list[FleetError](), list[Event]()
         self.supervisor = Supervisor("rollout", self.bring, ended=self.ends.append, note=self.events.append, budget=budget)
@@ -56,7 +57,7 @@ def test_a_replica_that_failed_is_replaced_at_once_and_told_of_once():
 
 def test_a_fault_that_repeats_is_tried_ever_more_rarely_and_ends_the_run_with_its_cause():
     async def work() -> None:
-        rig = Rig(*[died()] * 9, budget=Budget(retries=3))
+        rig = Rig(*[died()] * 9, budget=FaultsConfig(retries=3))
         rig.supervisor.failed(0, died())
         await rig.until("given up")
         assert rig.starts == [0.0, 31.0, 63.0], "no rest, 1 s, 2 s, each after a start of 30 s"
@@ -70,7 +71,7 @@ def test_a_fault_that_repeats_is_tried_ever_more_rarely_and_ends_the_run_with_it
 
 def test_a_replica_that_served_for_long_has_a_fresh_budget():
     async def work() -> None:
-        rig = Rig(budget=Budget(retries=1))
+        rig = Rig(budget=FaultsConfig(retries=1))
         for _ in range(10):
             await asyncio.sleep(61)
             rig.supervisor.failed(0, died())
@@ -93,7 +94,7 @@ def test_what_no_further_attempt_can_mend_is_not_attempted_again():
 def test_a_place_without_a_host_waits_says_so_once_and_goes_on_when_there_is_one():
     async def work() -> None:
         nowhere = PeerDied("rollout0", "lost", "there is no other host for it")
-        rig = Rig(*[nowhere] * 20, budget=Budget(retries=2))
+        rig = Rig(*[nowhere] * 20, budget=FaultsConfig(retries=2))
         rig.supervisor.failed(0, died())
         await rig.until("serving")
         assert len(rig.starts) == 21 and rig.ends == []
@@ -301,7 +302,7 @@ def test_a_fault_that_goes_round_the_places_of_a_role_ends_the_run():
         async def bring(index: int) -> None:
             await asyncio.sleep(1)
 
-        supervisor = Supervisor("reward", bring, ended=ends.append, budget=Budget(retries=9, role_retries=3))
+        supervisor = Supervisor("reward", bring, ended=ends.append, budget=FaultsConfig(retries=9, role_retries=3))
         for index in range(2):
             supervisor.serving(index)
         for n in range(8):
@@ -309,7 +310,7 @@ def test_a_fault_that_goes_round_the_places_of_a_role_ends_the_run():
             await asyncio.sleep(5)
         assert len(ends) == 1 and "the last of 8 failures of role reward in 300 s" in str(ends[0])
         # spread over more time the same number is none
-        supervisor, ends[:] = Supervisor("reward", bring, ended=ends.append, budget=Budget(retries=99, role_retries=3)), []
+        supervisor, ends[:] = Supervisor("reward", bring, ended=ends.append, budget=FaultsConfig(retries=99, role_retries=3)), []
         supervisor.serving(0)
         for _ in range(30):
             supervisor.failed(0, PeerDied("reward0", "died", "out of luck"))

@@ -2,6 +2,7 @@
 
 from milkweed.config.mesh import (
     EngineConfig,
+    FaultsConfig,
     HostsConfig,
     MeshConfig,
     Place,
@@ -14,6 +15,7 @@ from milkweed.config.reading import build, field_docs, from_args, load, to_toml,
 
 __all__ = [
     "EngineConfig",
+    "FaultsConfig",
     "HostsConfig",
     "MeshConfig",
     "Place",

@@ -15,7 +15,7 @@ DTYPES = Literal["float32", "bfloat16"]
 FUTURE_KINDS = ("addresses", "slurm", "kubernetes", "ray")
 POLICIES = ("trainer", "reference", "critic", "reward_model")
 """The roles that are models of the trainer's kind, one of each at most."""
-WITHOUT = (("hosts", "gpus"), ("rollout", "replicas"), ("rollout", "standby"), ("teacher", "standby"), ("reward", "replicas"), ("environment", "replicas"))
+WITHOUT = (("hosts", "gpus"), ("rollout", "replicas"), ("rollout", "standby"), ("teacher", "standby"), ("reward", "replicas"), ("environment", "replicas"), ("faults", "retries"), ("faults", "role_retries"), ("faults", "host_retries"))  # fmt: skip
 """What a mesh may have none of."""
 
 
@@ -153,6 +153,28 @@ class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Hosts hand versions on to each other, so that the trainer sends each once however many there are."""
 
 
+class FaultsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How often what fails is replaced before the run ends with its cause."""
+
+    retries: int = 4
+    """A place may fail so often in a row; the next failure ends the run."""
+    role_retries: int = 8
+    """Within `window_s`, a role may fail so often, and twice more for each of its places."""
+    host_retries: int = 8
+    """Within `window_s`, replicas of one host may fail so often; then others are used where there are any."""
+    window_s: float = 300
+    settled_s: float = 60
+    """A replica that served for so many seconds has earned its place a fresh budget."""
+    first_s: float = 1
+    """Seconds that a place rests after its second failure in a row (after the first it does not), doubled with each more."""
+    most_s: float = 30
+    """The longest rest."""
+
+    def rest_s(self, failures: int) -> float:
+        """Seconds to wait after so many failures in a row."""
+        return 0.0 if failures < 2 else min(self.first_s * 2.0 ** min(failures - 2, 32), self.most_s)
+
+
 class MeshConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Hosts and roles. `origin` is the file it came from."""
 
@@ -174,6 +196,7 @@ class MeshConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reward: RewardConfig = RewardConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     transfer: TransferConfig = TransferConfig()
+    faults: FaultsConfig = FaultsConfig()
     origin: str = "this mesh"
 
     def __post_init__(self) -> None:
@@ -206,7 +229,7 @@ class MeshConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
         if not 0 <= self.hosts.orphan_grace_s < 1e7:
             raise self._wrong("hosts.orphan_grace_s", f"{self.hosts.orphan_grace_s:g} is no time to wait; 0 or more seconds")
-        for table in ("hosts", *POLICIES, "rollout", "teacher", "reward", "environment"):
+        for table in ("hosts", *POLICIES, "rollout", "teacher", "reward", "environment", "faults"):
             part = getattr(self, table)
             for key in part.__struct_fields__ if part is not None else ():
                 value = getattr(part, key)
@@ -230,6 +253,9 @@ class MeshConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise self._wrong(f"{key}.files_gb", "files are read through host memory: set memory_ratio too, 2 for one")
             if tier.files_gb and not Path(tier.folder).is_absolute():
                 raise self._wrong(f"{key}.folder", f"{tier.folder!r} must be a whole path, since every engine opens it")
+        for name in ("window_s", "settled_s", "first_s", "most_s"):
+            if not 0 <= getattr(self.faults, name) < 1e7:
+                raise self._wrong(f"faults.{name}", f"{getattr(self.faults, name):g} is no time; 0 or more seconds")
         if not self.hosts.notice_s > 0:
             raise self._wrong("hosts.notice_s", f"{self.hosts.notice_s:g} is no time to hand over in; it must be above 0")
         try:

@@ -20,6 +20,7 @@ from typing import Literal
 
 import msgspec
 
+from milkweed.config import FaultsConfig
 from milkweed.errors import ConfigError, DataError, FleetError, MilkweedError, RemoteError, TransferError
 
 State = Literal["starting", "serving", "failed", "waiting", "given up"]
@@ -39,23 +40,6 @@ def kind_of(error: BaseException) -> str:
 def recycles(error: BaseException) -> bool:
     """Whether the replica is done for. Code of a user's that raised inside it leaves it well: that is reported only."""
     return isinstance(error, FleetError) and not isinstance(error, RemoteError)
-
-
-class Budget(msgspec.Struct, frozen=True):
-    """How often a place may fail in a row before the run ends, and how long it rests in between: nothing after a first
-    failure, then `first_s`, doubled each time, at most `most_s`. Within `window_s`, a role may fail `role_retries` times and
-    twice more for each of its places, and replicas of one host `host_retries` times."""
-
-    retries: int = 4
-    role_retries: int = 8
-    host_retries: int = 8
-    window_s: float = 300.0
-    settled_s: float = 60.0
-    first_s: float = 1.0
-    most_s: float = 30.0
-
-    def rest_s(self, failures: int) -> float:
-        return 0.0 if failures < 2 else min(self.first_s * 2.0 ** (failures - 2), self.most_s)
 
 
 class Failures:
@@ -110,7 +94,7 @@ class Supervisor:
         *,
         ended: Callable[[FleetError], None],
         note: Callable[[Event], None] = lambda event: None,
-        budget: Budget = Budget(),
+        budget: FaultsConfig = FaultsConfig(),
         failures: Failures | None = None,
         shun: Callable[[str], None] = lambda host: None,
     ) -> None:

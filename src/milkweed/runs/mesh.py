@@ -256,8 +256,8 @@ class Mesh:
         from milkweed.environments.workers import setup_of
 
         self.upkeep = Upkeep(
-            self.fleet, router, self.pullers, self.weights, self.reward, note=self._fault, deadline_s=self.update_deadline_s,
-            teacher=self.teacher.router if self.teacher is not None else None,
+            self.fleet, router, self.pullers, self.weights, self.reward, note=self._fault, budget=self.config.faults,
+            deadline_s=self.update_deadline_s, teacher=self.teacher.router if self.teacher is not None else None,
             environment=self.environment, environment_setup=setup_of(self.chat),
         )  # fmt: skip
 

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from milkweed.config import FaultsConfig
 from milkweed.errors import ConfigError, FleetError, PeerDied
-from milkweed.fleet.supervision import Budget, Event, Failures, Supervisor
+from milkweed.fleet.supervision import Event, Failures, Supervisor
 from milkweed.runs.health import Health
 from milkweed.transfer.puller_actor import PullerActor
 
@@ -26,7 +27,7 @@ class Upkeep:
 
     def __init__(
         self, fleet: Fleet, router: Router, pullers: list[Replica], weights: WeightPlane | None, scorer: Scorer | None, *,
-        note: Callable[[Event], None], budget: Budget = Budget(), deadline_s: float = 120.0,
+        note: Callable[[Event], None], budget: FaultsConfig = FaultsConfig(), deadline_s: float = 120.0,
         teacher: Router | None = None, environment: EnvironmentWorkers | None = None, environment_setup: bytes = b"",
     ) -> None:  # fmt: skip
         self.fleet, self.router, self.pullers, self.weights, self.deadline_s = fleet, router, pullers, weights, deadline_s

@@ -2,23 +2,30 @@
 
 A folder `checkpoints/step-N` counts once its `.metadata` is there, which is written and renamed last, after the files it
 speaks of are on the disk. What is saved is copied first and written by a thread, while the trainer goes on. Saving a step
-again moves the old folder aside until the new one is whole.
+again moves the old folder aside until the new one is whole. The library would load flipped bits as they are, so each rank adds
+the checksums of what it wrote (`sums-RANK.json`), and what does not have them is not loaded.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import shutil
+import threading
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+import xxhash
 from torch.distributed.checkpoint.api import CheckpointException
 
 from milkweed.errors import DataError
 from milkweed.training import titan
 from milkweed.types import PolicyVersion
 
+_log = logging.getLogger(__name__)
 FULL_BYTES = 8 << 20
 """A disk with less room than this counts as full where something could not be written to it."""
 
@@ -55,6 +62,8 @@ class Checkpoints:
         self.broken: dict[int, str] = {}
         """Checkpoints that the last `load` found unreadable, and why."""
         self._aside: Path | None = None
+        self._summed = threading.Event()
+        self._summed.set()
         self.manager = titan.checkpointer(parallel, optimizers, self.schedule, self.state, str(run_dir.absolute()), keep)
 
     def _first(self) -> bool:
@@ -79,7 +88,39 @@ class Checkpoints:
         self._barrier()
         self._aside = aside
         self.manager.save(version.step)
+        if self.manager.save_future is not None:
+            self._summed.clear()
+            self.manager.save_future.add_done_callback(lambda written: self._sum(place, written))
         return str(place)
+
+    def _sum(self, place: Path, written: Future[Any]) -> None:
+        """In the thread that wrote. Without sums a checkpoint counts as whole all the same, and is loaded unseen."""
+        try:
+            if written.cancelled() or written.exception() is not None:
+                return
+            rank = dist.get_rank()
+            names = [f.name for f in place.glob(f"__{rank}_*")] + ([".metadata"] if rank == 0 else [])
+            text = json.dumps({name: _checksum(place / name) for name in sorted(names)})
+            half = place / f"sums-{rank}.json.half"
+            half.write_text(text)
+            half.rename(place / f"sums-{rank}.json")
+        except OSError as error:
+            _log.warning("%s has no checksums: %s", place, error)
+        finally:
+            self._summed.set()
+
+    def _wrong(self, place: Path) -> str:
+        """What is not as it was written, of this rank's share of the files; empty where nothing is."""
+        sums: dict[str, list[int]] = {}
+        try:
+            for file in sorted(place.glob("sums-*.json")):
+                sums |= json.loads(file.read_text())
+            for i, (name, sum_) in enumerate(sorted(sums.items())):
+                if i % dist.get_world_size() == dist.get_rank() and _checksum(place / name) != sum_:
+                    return f"{name} is not as it was written (its size or checksum differs)"
+        except (OSError, ValueError) as error:
+            return str(error)
+        return ""
 
     def done(self) -> bool:
         """Whether this rank has written its part of what was saved last. Raises what writing it raised."""
@@ -107,6 +148,7 @@ class Checkpoints:
             raise DataError(error)
         if waits:
             self.manager.maybe_wait_for_saving()
+            self._summed.wait()
             self._barrier()
         if self._aside is not None and self._first():
             shutil.rmtree(self._aside, ignore_errors=True)
@@ -132,7 +174,8 @@ class Checkpoints:
             if not (self.folder / f"step-{candidate}" / ".metadata").exists():
                 continue
             try:
-                error = "" if self.manager.load(candidate) else "it was not found"
+                if not (error := self._agree(self._wrong(self.folder / f"step-{candidate}"))):
+                    error = "" if self.manager.load(candidate) else "it was not found"
             except (Exception, CheckpointException) as raised:  # whatever a rotten file makes the library raise
                 error = _cause(raised)
             if not (error := self._agree(error)):
@@ -162,6 +205,16 @@ class Checkpoints:
             self.finish()
         finally:
             self.manager.close()
+
+
+def _checksum(file: Path) -> list[int]:
+    """Its size and xxh3."""
+    digest, size = xxhash.xxh3_64(), 0
+    with file.open("rb") as bytes_:
+        while piece := bytes_.read(16 << 20):
+            digest.update(piece)
+            size += len(piece)
+    return [size, digest.intdigest()]
 
 
 def _full(error: BaseException, folder: Path) -> str:

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from milkweed.config import FaultsConfig
 from milkweed.errors import FleetError, MilkweedError
-from milkweed.fleet.supervision import Budget, Event, kind_of
+from milkweed.fleet.supervision import Event, kind_of
 from milkweed.types import PolicyVersion
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class Told(msgspec.Struct, frozen=True):
 class History:
     """What makes new ranks the ranks that died."""
 
-    def __init__(self, name: str, spawn: Callable[[], Awaitable[Replica]], start: tuple[Any, ...], budget: Budget = Budget()) -> None:
+    def __init__(self, name: str, spawn: Callable[[], Awaitable[Replica]], start: tuple[Any, ...], budget: FaultsConfig = FaultsConfig()) -> None:
         self.name, self._spawn, self._start, self._budget = name, spawn, start, budget
         self._origin: tuple[int | None, int | None] | None = None
         self._told: list[Told] = []

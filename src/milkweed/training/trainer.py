@@ -95,7 +95,7 @@ class Trainer:
         try:
             begin = (str(model), config, str(run_dir) if run_dir else None, optimise, head)
             await trainer._call("start", *begin, deadline_s=deadline_s)
-            trainer.history = History(f"{role}{index}", spawn, begin)
+            trainer.history = History(f"{role}{index}", spawn, begin, fleet.mesh.faults)
         except BaseException:
             await replica.stop()
             raise
