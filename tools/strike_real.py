@@ -159,9 +159,13 @@ def _strike(run: Struck, number: int, kind: str, dice: random.Random, tally: Tal
     began, known = time.monotonic(), len(run.faults())
     run.of_role("")  # its token, should it be killed
     assert run.controller is not None
-    if kind == "flip checkpoint" and not flip_checkpoint(run.folder, dice):
-        tally.problems.append(f"strike {number}, {kind}: there are no two checkpoints")
-        return True
+    if kind == "flip checkpoint":
+        end = began + STUCK_S
+        while not (flipped := flip_checkpoint(run.folder, dice)) and time.monotonic() < end:
+            time.sleep(0.2)  # a young run has no two yet
+        if not flipped:
+            tally.problems.append(f"strike {number}, {kind}: there are no two checkpoints")
+            return True
     if kind in CONTROLLER:
         _kill_controller(run, kind, tally)
     elif kind == "full disk":

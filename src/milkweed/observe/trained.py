@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from milkweed.errors import DataError
+from milkweed.errors import DataError, no_room
 
 if TYPE_CHECKING:
     import torch
@@ -26,9 +26,12 @@ class TrainedLogprobs:
 
     def __init__(self, folder: Path, keep: int = 0) -> None:
         self._folder, self._keep = folder / "logprobs", keep
+        self._waiting: dict[int, bytes] = {}
 
     def write(self, step: int, batch: Batch, logprobs: torch.Tensor) -> None:
-        """`logprobs` `[rows, seq]` of the update that made `step`. Batches that no engine sampled are left out."""
+        """`logprobs` `[rows, seq]` of the update that made `step`. Batches that no engine sampled are left out.
+
+        What a full disk has no room for waits in memory until a later call finds some; there is no file of half a step."""
         if not bool((batch.logprobs != 0).any()):
             return
         tokens, segments = batch.tokens.flatten().numpy().astype(np.int32), batch.segments.flatten().numpy()
@@ -36,10 +39,29 @@ class TrainedLogprobs:
         # a sequence lies in one piece, and its number is its own: where the number changes, another begins
         edges = [0, *(np.flatnonzero(np.diff(segments)) + 1).tolist(), len(segments)]
         found = {_key(tokens[a:b]): values[a:b].tobytes() for a, b in pairwise(edges) if b > a and segments[a] >= 0}
-        self._folder.mkdir(exist_ok=True)
-        (self._folder / str(step)).write_bytes(msgspec.msgpack.encode(found))
-        if self._keep:
-            (self._folder / str(step - self._keep)).unlink(missing_ok=True)
+        self._waiting[step] = msgspec.msgpack.encode(found)
+        self._write()
+
+    def _write(self) -> None:
+        if not self._waiting:
+            return
+        part = self._folder / "part"
+        try:
+            self._folder.mkdir(exist_ok=True)
+            for step, data in list(self._waiting.items()):
+                part.write_bytes(data)
+                part.replace(self._folder / str(step))
+                del self._waiting[step]
+                if self._keep:
+                    (self._folder / str(step - self._keep)).unlink(missing_ok=True)
+        except OSError as error:
+            part.unlink(missing_ok=True)
+            if not no_room(error):
+                raise
+
+    def close(self) -> None:
+        """Writes what waits, if there is room."""
+        self._write()
 
 
 def read_trained(folder: Path, step: int) -> TrainedStep:

@@ -51,6 +51,7 @@ class Run:
         self._flow: Flow | None = None
         self._saving = Saving(mesh, view, self._kept)
         self._rows: Any = None  # Rows, once it is open
+        self._trained: TrainedLogprobs | None = None
 
     # ---- what a recipe calls
 
@@ -165,7 +166,7 @@ class Run:
                 self._flow.trained(self.mesh.version)
             if self._flow is not None and model.version != own:
                 self._flow.updated(model, batch)
-            if role == "trainer" and self._flow is not None and self.step > before and model.trained is not None:
+            if role == "trainer" and self._flow is not None and self.step > before and model.trained is not None and self._trained is not None:
                 self._trained.write(self.step, batch, model.trained)
         self._rows.trained(metrics, role)
         return metrics
@@ -296,7 +297,7 @@ class Run:
             return run
         except BaseException:
             if run is not None:
-                await run._close()
+                await run._abandon()
             view.__exit__(None, None, None)
             directory.discard()
             raise
@@ -368,6 +369,15 @@ class Run:
         finally:
             if self._rows is not None:
                 self._rows.close()
+            if self._trained is not None:
+                self._trained.close()
+
+    async def _abandon(self) -> None:
+        """`_close` for a run that ends by an exception: what else goes wrong is said, and does not take its place."""
+        try:
+            await self._close()
+        except (MilkweedError, OSError) as error:
+            self.view.say(f"while the run was ended: {error}")
 
 
 @asynccontextmanager
@@ -377,7 +387,7 @@ async def start(config: RunConfig, **options: Any) -> AsyncIterator[Run]:
     try:
         yield run
     except BaseException:
-        await run._close()
+        await run._abandon()
         run.view.__exit__(None, None, None)
         run.directory.close()
         raise
