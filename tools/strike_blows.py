@@ -13,29 +13,33 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-SLOW_S = 12.0
-"""As long as an engine is slowed: two looks at its pace, and then some."""
+SLOW_S = 16.0
+"""As long as an engine is slowed: two looks at its pace (5 s apart), and then some."""
 FULL_S = 5.0
 RAISE_S = 2.0
 
 
 @contextlib.contextmanager
 def small_disk(folder: Path, megabytes: int = 256) -> Iterator[Path | None]:
-    """A file system of so many MB for a run, which begins as what is in `folder`/run and is copied back there at the end; None
-    where this user may not mount one."""
-    disk, kept = folder / "disk", folder / "run"
+    """A file system of so many MB for a run, which begins as what is in `folder`/run and takes its place at the end; None
+    where this user may not mount one. One that a killed strike left mounted goes on."""
+    disk, kept, new = folder / "disk", folder / "run", folder / "run.new"
     disk.mkdir(parents=True, exist_ok=True)
     command = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "milkweed-strike", str(disk)]
-    if shutil.which("mount") is None or subprocess.run(command, capture_output=True, timeout=20).returncode != 0:
-        yield None
-        return
-    try:
+    if not disk.is_mount():
+        if shutil.which("mount") is None or subprocess.run(command, capture_output=True, timeout=20).returncode != 0:
+            yield None
+            return
         if kept.is_dir():
             shutil.copytree(kept, disk / "run")
+    try:
         yield disk / "run"
-        if (disk / "run").is_dir():
-            shutil.copytree(disk / "run", kept, dirs_exist_ok=True)
     finally:
+        if (disk / "run").is_dir():  # not over what is there: a file that is gone must not come back
+            shutil.rmtree(new, ignore_errors=True)
+            shutil.copytree(disk / "run", new)
+            shutil.rmtree(kept, ignore_errors=True)
+            new.rename(kept)
         subprocess.run(["umount", "-l", str(disk)], capture_output=True, timeout=20)
 
 
@@ -61,7 +65,7 @@ def raise_in_reward(run: Path) -> None:
 
 
 def slow_down(pids: list[int]) -> None:
-    """For SLOW_S seconds the processes stand still nine tenths of the time, never so long that they count as stopped."""
+    """For SLOW_S seconds the processes stand still nine tenths of the time."""
     end = time.monotonic() + SLOW_S
     try:
         while time.monotonic() < end:
@@ -93,7 +97,7 @@ def flip_checkpoint(run: Path, dice: random.Random) -> str:
 
 def flip_weights(token: str, pids: list[int], dice: random.Random) -> str:
     """One bit in the weights that an engine holds in its own memory, found by what its host's slot holds of them; where, or
-    empty where none was found."""
+    empty where none was found. It lasts until the next version is written over it."""
     for _ in range(20):
         for pid in pids:
             if (at := _find(token, pid, dice)) is not None:

@@ -49,8 +49,8 @@ class Struck:
         """Whether it has a disk of its own, that can be filled."""
 
     def start(self) -> None:
-        log = self.log.open("ab")
-        self.controller = subprocess.Popen(self.command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=_heeds_interrupts)
+        with self.log.open("ab") as log:
+            self.controller = subprocess.Popen(self.command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=_heeds_interrupts)
 
     def steps(self) -> int:
         """Steps written down so far, in all lives."""
@@ -134,6 +134,8 @@ def strike_real(count: int, seed: int, run: Struck, tally: Tally, kinds: list[st
         every = [k for k in (*KINDS, "kill controller", *WINDOWS) if run.small or k != "full disk"]
         kinds = [every[i % len(every)] for i in range(count)]
         dice.shuffle(kinds)
+    if "full disk" in kinds and not run.small:
+        raise SystemExit("full disk: the run has no disk of its own, and this machine's is not filled")
     run.start()
     try:
         if not run.progress(3):
@@ -180,6 +182,11 @@ def _strike(run: Struck, number: int, kind: str, dice: random.Random, tally: Tal
             tally.problems.append(f"strike {number}, {kind}: no weights were found in {pids}")
             return True
         _until_mended(run, known)
+        found = [f["kind"] for f in run.faults()[known:] if f["what"] == "failed"]
+        if kind == "slow rollout" and "slow" not in found:
+            tally.problems.append(f"strike {number}, {kind}: it was not found to be slow, but {found or 'nothing'}")
+        if kind == "flip rollout" and not found:
+            run.say(f"strike {number} {kind}: nobody looked before the next version was written over it")
     else:
         how, role = kind.split()
         pids = run.of_role(role)

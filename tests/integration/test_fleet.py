@@ -44,6 +44,12 @@ class Probe(Actor):
         raise TransferError("the arena is full")
 
     @endpoint
+    async def compute(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            pass
+
+    @endpoint
     async def cancel(self) -> None:
         raise asyncio.CancelledError
 
@@ -264,6 +270,24 @@ def _wait_for(condition: object, until: float | None = None) -> None:
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < end, "not within the time"
         time.sleep(0.05)
+
+
+def test_a_process_that_is_held_down_but_goes_on_is_slow_and_not_stopped():
+    async def main() -> None:
+        async with await Fleet.start(MeshConfig()) as fleet:
+            replica = await fleet.spawn("reward", 0, Probe)
+            work = asyncio.ensure_future(replica.call_one("compute", 9.0, deadline_s=60))
+            await asyncio.sleep(0.5)
+            end = time.monotonic() + 8.0
+            while time.monotonic() < end:  # as a limiter of CPU does: nearly every look finds it stopped
+                os.kill(replica.pids[0], signal.SIGSTOP)
+                await asyncio.sleep(0.28)
+                os.kill(replica.pids[0], signal.SIGCONT)
+                await asyncio.sleep(0.02)
+            assert replica.failure is None
+            await work
+
+    asyncio.run(main())
 
 
 def test_a_stopped_process_is_found_and_ended_within_its_deadline():

@@ -6,12 +6,17 @@ import asyncio
 import errno
 import os
 import sqlite3
+from types import SimpleNamespace
 
+import msgspec
 import pytest
 
+from milkweed.data import pack
 from milkweed.data.ledger import Ledger, audit
 from milkweed.data.ledger import ledger as module
 from milkweed.errors import DataError, RemoteError, no_room
+from milkweed.observe.trained import TrainedLogprobs, read_trained
+from milkweed.runs.run import Run, RunConfig, start
 from milkweed.types import PolicyVersion
 from test_ledger import issue, trajectory
 
@@ -194,3 +199,41 @@ def test_what_is_written_for_people_waits_for_room_in_whole_lines(tmp_path, monk
     assert [line.split()[1] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == ["first", "second", "third", "last"]
     lines.close()
     lines.close()
+
+
+def test_a_full_disk_keeps_logprobs_waiting_and_leaves_no_half_of_a_step(tmp_path, monkeypatch):
+    ids = [1, 2, 3]
+    batch = pack([msgspec.structs.replace(trajectory(0), token_ids=ids, loss_mask=[False, True, True], logprobs=[0.0, -1.0, -1.0])], [1.0], row_len=4)
+    disk, log = Disk(monkeypatch), TrainedLogprobs(tmp_path)
+    for step in (1, 2):
+        log.write(step, batch, batch.tokens.float())
+    assert disk.refused == 3 and list((tmp_path / "logprobs").iterdir()) == []
+    disk.full = False
+    log.write(3, batch, batch.tokens.float())
+    disk.full = True
+    log.write(4, batch, batch.tokens.float())
+    disk.full = False
+    log.close()
+    assert [read_trained(tmp_path, step).of(ids) for step in (1, 2, 3, 4)] == [[1.0, 2.0, 3.0]] * 4
+
+
+def test_a_run_that_cannot_be_closed_says_so_and_still_ends_with_what_ended_it(monkeypatch):
+    run, said = object.__new__(Run), []
+
+    async def full() -> None:
+        raise DataError("the ledger cannot be written: the disk is full")
+
+    async def opened(config, **options) -> Run:
+        return run
+
+    run._close, run.directory = full, SimpleNamespace(close=lambda: said.append("closed"))  # type: ignore[method-assign, assignment]
+    run.view = SimpleNamespace(say=said.append, __exit__=lambda *a: None)  # type: ignore[assignment]
+    monkeypatch.setattr(Run, "open", opened)
+
+    async def story() -> None:
+        async with start(RunConfig()):
+            raise ZeroDivisionError("what the recipe did")
+
+    with pytest.raises(ZeroDivisionError, match="what the recipe did"):
+        asyncio.run(story())
+    assert said == ["while the run was ended: the ledger cannot be written: the disk is full", "closed"]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import errno
-from pathlib import Path
 
 import pytest
 import torch
@@ -129,33 +127,3 @@ def test_a_step_keeps_the_trainers_logprobs_by_sequence_and_forgets_old_ones(tmp
     for gone in (1, 4):
         with pytest.raises(DataError, match=f"step {gone} trained nothing sampled"):
             read_trained(tmp_path, gone)
-
-
-def test_a_full_disk_keeps_logprobs_waiting_and_leaves_no_half_of_a_step(tmp_path, monkeypatch):
-    ids = [1, 2, 3]
-    made = Trajectory(
-        token_ids=ids, loss_mask=[False, True, True], logprobs=[0.0, -1.0, -1.0], versions=[VersionSpan(1, 3, PolicyVersion())],
-        turns=[], finish_reason="stop", sampling=Sampling(), reward=1.0,
-    )  # fmt: skip
-    batch = pack([made], [1.0], row_len=4)
-    write, room = Path.write_bytes, 0
-
-    def full(path, data):
-        write(path, data[:room] if room < len(data) else data)
-        if room < len(data):
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_bytes", full)
-    log = TrainedLogprobs(tmp_path)
-    log.write(1, batch, batch.tokens.float())
-    room = 7
-    log.write(2, batch, batch.tokens.float())
-    assert list((tmp_path / "logprobs").iterdir()) == []
-    room = 1 << 20
-    log.write(3, batch, batch.tokens.float())
-    assert [read_trained(tmp_path, step).of(ids) for step in (1, 2, 3)] == [[1.0, 2.0, 3.0]] * 3
-    room = 0
-    log.write(4, batch, batch.tokens.float())
-    room = 1 << 20
-    log.close()
-    assert read_trained(tmp_path, 4).of(ids) == [1.0, 2.0, 3.0]

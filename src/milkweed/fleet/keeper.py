@@ -57,7 +57,9 @@ class Keeper:
         self.watched: dict[int, tuple[str, int]] = {}  # pidfd -> (replica, pid)
         self.condemned: set[str] = set()  # replicas told to die: their late-comers die too
         self.written: object = None
-        self.stopped: dict[int, float] = {}  # process -> since when it has been stopped; inf once that is said
+        # process -> its ticks, and since when it has been stopped with no more of them; inf once that is said. One that is
+        # continued between two looks, as programs that hold others down do, is slow
+        self.stopped: dict[int, tuple[int, float]] = {}
         self.inbox = b""
         self.poll = select.poll()
         prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -193,10 +195,14 @@ class Keeper:
         known = sorted((pid, m[0]) for pid, m in members.items())
         processes.kill(pid for pid, (_, owner) in members.items() if owner in self.condemned)
         now = time.monotonic()
-        self.stopped = {pid: self.stopped.get(pid, now) for pid in self.family.stopped}
-        for pid, since in self.stopped.items():
+        known_stops = self.stopped
+        self.stopped = {
+            pid: known_stops[pid] if pid in known_stops and known_stops[pid][0] == ticks else (ticks, now)
+            for pid, ticks in self.family.stopped.items()
+        }
+        for pid, (ticks, since) in self.stopped.items():
             if now - since > STOPPED_S and members[pid][1]:
-                self.stopped[pid] = float("inf")
+                self.stopped[pid] = (ticks, float("inf"))
                 self.say(stopped=members[pid][1], pid=pid)
         if known != self.written:
             processes.note(self.folder / f"known-{self.host}.json", known)

@@ -33,6 +33,8 @@ class Process(NamedTuple):
     parent: int
     started: int
     state: str
+    ticks: int
+    """Clock ticks it has computed for."""
 
 
 def read(pid: int) -> Process | None:
@@ -43,7 +45,7 @@ def read(pid: int) -> Process | None:
         return None
     # the command name may hold spaces and brackets: count fields from the last bracket
     fields = text[text.rindex(")") + 2 :].split()
-    return Process(pid, int(fields[1]), int(fields[19]), fields[0])
+    return Process(pid, int(fields[1]), int(fields[19]), fields[0], int(fields[11]) + int(fields[12]))
 
 
 def ending(pid: int) -> str:
@@ -124,8 +126,8 @@ class Family:
 
     def __init__(self, root: int, token: str) -> None:
         self.root, self.token = root, token
-        self.stopped: set[int] = set()
-        """Members that a signal has stopped (not those that a debugger holds), at the last look."""
+        self.stopped: dict[int, int] = {}
+        """Members that a signal has stopped (not those that a debugger holds) at the last look, and their ticks."""
         self.members: dict[int, tuple[int, str]] = {}
         """pid -> (started, owner)"""
 
@@ -141,7 +143,7 @@ class Family:
                 owner = environment(p.pid).get(REPLICA_VAR) or (members[p.parent][1] if p.parent in members else "")
                 members[p.pid] = (p.started, owner)
         self.members = members
-        self.stopped = {pid for pid in members if pid in table and table[pid].state == "T"}
+        self.stopped = {pid: table[pid].ticks for pid in members if pid in table and table[pid].state == "T"}
         return members
 
     def of(self, owner: str) -> list[int]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from pathlib import Path
 from typing import Any
 
 from milkweed.errors import ConfigError, no_room
+from milkweed.files import write_atomic
 from milkweed.observe.lines import Lines
 
 _log = logging.getLogger("milkweed.metrics")
@@ -39,9 +39,7 @@ def truncate_jsonl(path: Path, last_step: int) -> None:
                 kept.append(line)
         except ValueError:
             break
-    temporary = path.with_suffix(".tmp")
-    temporary.write_bytes(b"".join(line + b"\n" for line in kept))
-    os.replace(temporary, path)
+    write_atomic(path, b"".join(line + b"\n" for line in kept))
 
 
 class MetricsLog:

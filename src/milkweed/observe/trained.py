@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from milkweed.errors import DataError, no_room
+from milkweed.files import write_atomic
 
 if TYPE_CHECKING:
     import torch
@@ -43,25 +44,21 @@ class TrainedLogprobs:
         self._write()
 
     def _write(self) -> None:
-        if not self._waiting:
-            return
-        part = self._folder / "part"
         try:
             self._folder.mkdir(exist_ok=True)
             for step, data in list(self._waiting.items()):
-                part.write_bytes(data)
-                part.replace(self._folder / str(step))
+                write_atomic(self._folder / str(step), data, durable=False)  # on the loop's path
                 del self._waiting[step]
                 if self._keep:
                     (self._folder / str(step - self._keep)).unlink(missing_ok=True)
         except OSError as error:
-            part.unlink(missing_ok=True)
             if not no_room(error):
                 raise
 
     def close(self) -> None:
         """Writes what waits, if there is room."""
-        self._write()
+        if self._waiting:
+            self._write()
 
 
 def read_trained(folder: Path, step: int) -> TrainedStep:

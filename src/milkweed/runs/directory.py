@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 
 from milkweed.errors import ConfigError, RunLocked
+from milkweed.files import write_atomic
 
 INVOCATION: ContextVar[tuple[str, list[str]]] = ContextVar("invocation", default=("notebook", []))
 """The recipe being run and its arguments, which `run.json` keeps so that `milkweed run DIR` can go on."""
@@ -162,16 +163,6 @@ def read_record(path: str | Path) -> RunRecord:
         return msgspec.json.decode(file.read_bytes(), type=RunRecord)
     except msgspec.DecodeError as error:
         raise ConfigError(f"{file} is broken: {error}") from error
-
-
-def write_atomic(path: Path, data: bytes) -> None:
-    """Write, fsync, rename: the file is the old one or the new one, never half of it."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 def _differences(was: Any, now: Any, key: str = ""):

@@ -51,7 +51,7 @@ class Run:
         self._flow: Flow | None = None
         self._saving = Saving(mesh, view, self._kept)
         self._rows: Any = None  # Rows, once it is open
-        self._trained: TrainedLogprobs | None = None
+        self._trained = TrainedLogprobs(directory.path, config.keep_tokens_steps)
 
     # ---- what a recipe calls
 
@@ -166,7 +166,7 @@ class Run:
                 self._flow.trained(self.mesh.version)
             if self._flow is not None and model.version != own:
                 self._flow.updated(model, batch)
-            if role == "trainer" and self._flow is not None and self.step > before and model.trained is not None and self._trained is not None:
+            if role == "trainer" and self._flow is not None and self.step > before and model.trained is not None:
                 self._trained.write(self.step, batch, model.trained)
         self._rows.trained(metrics, role)
         return metrics
@@ -319,7 +319,6 @@ class Run:
                     await self._resume_critic(saved.get("critic"))
                 self.view.say(f"resumed from checkpoint {self.step} of {self.directory.path}")
         path = self.directory.path
-        self._trained = TrainedLogprobs(path, self.config.keep_tokens_steps)
         self._rows = Rows(self.config, path, self.view, resumed_at=resumed_at, record=self.directory.record.config)
         self.mesh.on_fault = lambda event: self._rows.fault(self.step, event)
         if self.mesh.trainer is not None:
@@ -369,8 +368,7 @@ class Run:
         finally:
             if self._rows is not None:
                 self._rows.close()
-            if self._trained is not None:
-                self._trained.close()
+            self._trained.close()
 
     async def _abandon(self) -> None:
         """`_close` for a run that ends by an exception: what else goes wrong is said, and does not take its place."""

@@ -3,7 +3,8 @@
 A folder `checkpoints/step-N` counts once its `.metadata` is there, which is written and renamed last, after the files it
 speaks of are on the disk. What is saved is copied first and written by a thread, while the trainer goes on. Saving a step
 again moves the old folder aside until the new one is whole. The library would load flipped bits as they are, so each rank adds
-the checksums of what it wrote (`sums-RANK.json`), and what does not have them is not loaded.
+the checksums of what it wrote (`sums-RANK.json`), and what differs from them is not loaded; what has none, because its writer
+was killed before the last of its work, is loaded unseen.
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ import xxhash
 from torch.distributed.checkpoint.api import CheckpointException
 
 from milkweed.errors import DataError
+from milkweed.files import write_atomic
 from milkweed.training import titan
 from milkweed.types import PolicyVersion
 
 _log = logging.getLogger(__name__)
 FULL_BYTES = 8 << 20
 """A disk with less room than this counts as full where something could not be written to it."""
+SUM_S = 600.0
+"""To read again what a rank has written."""
 
 
 @dataclass
@@ -94,16 +98,14 @@ class Checkpoints:
         return str(place)
 
     def _sum(self, place: Path, written: Future[Any]) -> None:
-        """In the thread that wrote. Without sums a checkpoint counts as whole all the same, and is loaded unseen."""
+        """In the thread that wrote."""
         try:
             if written.cancelled() or written.exception() is not None:
                 return
             rank = dist.get_rank()
             names = [f.name for f in place.glob(f"__{rank}_*")] + ([".metadata"] if rank == 0 else [])
             text = json.dumps({name: _checksum(place / name) for name in sorted(names)})
-            half = place / f"sums-{rank}.json.half"
-            half.write_text(text)
-            half.rename(place / f"sums-{rank}.json")
+            write_atomic(place / f"sums-{rank}.json", text.encode())
         except OSError as error:
             _log.warning("%s has no checksums: %s", place, error)
         finally:
@@ -127,7 +129,7 @@ class Checkpoints:
         future = self.manager.save_future
         if future is not None and future.done():
             self._check(future)
-        return future is None or future.done()
+        return future is None or (future.done() and self._summed.is_set())
 
     def _check(self, future: Any) -> None:
         """Raises what it raised, once: what is saved next is another matter."""
@@ -148,7 +150,8 @@ class Checkpoints:
             raise DataError(error)
         if waits:
             self.manager.maybe_wait_for_saving()
-            self._summed.wait()
+            if not self._summed.wait(SUM_S):
+                _log.warning("%s: checksums were not made within %g s and are not waited for", self.folder, SUM_S)
             self._barrier()
         if self._aside is not None and self._first():
             shutil.rmtree(self._aside, ignore_errors=True)
