@@ -40,22 +40,29 @@ def make_model(folder: Path) -> None:
 def serve(pipe, model: str, backend: str) -> None:
     """One engine in a process of its own: answers (prompts, sampling) with (tokens, seconds, CPU seconds)."""
     import psutil
-    import sglang
-    from sglang_cpu import engine_arguments
+    from milkweed.fleet.processes import library_shm, remove_named
 
-    arguments = {**engine_arguments(), "attention_backend": backend, "max_total_tokens": 32768, "log_level": "error"}
-    engine = sglang.Engine(
-        model_path=model, dtype="float32", skip_tokenizer_init=True, max_running_requests=64, random_seed=1, **arguments
-    )
-    scheduler = next(p for p in psutil.Process().children(recursive=True) if "scheduler" in " ".join(p.cmdline()))
-    pipe.send("ready")
-    while (order := pipe.recv()) is not None:
-        prompts, sampling = order
-        before, start = sum(scheduler.cpu_times()[:2]), time.perf_counter()
-        replies = engine.generate(input_ids=prompts, sampling_params=sampling, return_logprob=True)
-        seconds = time.perf_counter() - start
-        pipe.send(([r["output_ids"] for r in replies], seconds, sum(scheduler.cpu_times()[:2]) - before))
-    engine.shutdown()
+    with tempfile.TemporaryDirectory() as folder:
+        tempfile.tempdir = os.environ["TMPDIR"] = folder  # SGLang leaves its sockets behind, and its figures of load
+        import sglang
+        from sglang_cpu import engine_arguments
+
+        arguments = {**engine_arguments(), "attention_backend": backend, "max_total_tokens": 32768, "log_level": "error"}
+        engine = sglang.Engine(
+            model_path=model, dtype="float32", skip_tokenizer_init=True, max_running_requests=64, random_seed=1, **arguments
+        )
+        family = [psutil.Process(), *psutil.Process().children(recursive=True)]
+        scheduler = next(p for p in family if "scheduler" in " ".join(p.cmdline()))
+        litter = library_shm(p.pid for p in family)
+        pipe.send("ready")
+        while (order := pipe.recv()) is not None:
+            prompts, sampling = order
+            before, start = sum(scheduler.cpu_times()[:2]), time.perf_counter()
+            replies = engine.generate(input_ids=prompts, sampling_params=sampling, return_logprob=True)
+            seconds = time.perf_counter() - start
+            pipe.send(([r["output_ids"] for r in replies], seconds, sum(scheduler.cpu_times()[:2]) - before))
+        engine.shutdown()
+        remove_named(litter)
 
 
 class Served:
