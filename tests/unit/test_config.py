@@ -126,6 +126,8 @@ def test_shipped_meshes_are_what_they_say() -> None:
     assert node.place("reference", 0).gpus == node.place("trainer", 0).gpus
     assert node.place("puller", 0).gpus == () and node.place("puller", 0).environment()["CUDA_VISIBLE_DEVICES"] == ""
     assert node.place("rollout", 0).environment("8,9,10,11,12,13,14,15")["CUDA_VISIBLE_DEVICES"] == "12"
+    more = config.load_mesh("node8", ["hosts.count=2", "rollout.max_replicas=6"])
+    assert [more.place("rollout", i).gpus for i in (4, 5)] == [(0,), (1,)], "kept for engines that may come"
     with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES='0,1' holds 2"):
         node.place("rollout", 0).environment("0,1")
 
@@ -144,6 +146,10 @@ def test_shipped_meshes_are_what_they_say() -> None:
         ("local", "trainer.dtype=fp32", "choose one of float32, bfloat16"),
         ("local", "rollout.replica=2", "did you mean 'rollout.replicas'"),
         ("local", "trainer.threads=1.5", "expected `int`, got `float`"),
+        ("local", "rollout.max_replicas=-1", "rollout.max_replicas: -1 is too few; at least 0"),
+        ("node8", "rollout.max_replicas=3", "rollout.max_replicas: 3 is below the 4 of rollout.replicas"),
+        ("local", "rollout.upscale_delay_s=0", "rollout.upscale_delay_s: 0 is too short or too long"),
+        ("local", "teacher.max_replicas=2", "only the engines of [rollout] are scaled"),
         ("local", "faults.retries=-1", "faults.retries: -1 is too few; at least 0"),
         ("local", "faults.most_s=-2", "faults.most_s: -2 is no time; 0 or more seconds"),
         ("local", "critic.tensor_parallel=0", "critic.tensor_parallel: 0 is too few; at least 1"),

@@ -10,10 +10,12 @@ import pytest
 from test_router import V0, V1, FakeReplica, staged
 
 from milkweed.config import FaultsConfig
+from milkweed.config.mesh import EngineConfig
 from milkweed.errors import ConfigError, DataError, FleetError, PeerDied, RemoteError, TransferError
 from milkweed.fleet.supervision import Event, Supervisor, kind_of, recycles
 from milkweed.rollout.protocol import CommitReport, EngineStats
 from milkweed.rollout.router import Router
+from milkweed.runs.scaling import Scaling
 from milkweed.runs.upkeep import Upkeep
 from milkweed.runs.virtual_time import run_virtual
 
@@ -215,7 +217,7 @@ class Hosts:
 
     def __init__(self) -> None:
         self.hosts = [SimpleNamespace(name=f"host{i}", index=i, leaving=False, noticed=False, lost=None) for i in range(2)]
-        rollout = SimpleNamespace(standby=0, look_s=0, slower=5)
+        rollout = EngineConfig(look_s=0)
         self.mesh = SimpleNamespace(hosts=SimpleNamespace(notice="", notice_s=1.0), rollout=rollout, device="cpu")
         self.on_notice: Any = None
         self.replicas: list[FakeReplica] = []
@@ -270,6 +272,48 @@ def test_one_engine_becomes_three_and_one_again_and_nothing_is_lost():
             await router.scale(0)
 
     kept(1, work)
+
+
+def test_engines_follow_what_is_at_hand_within_their_limits():
+    class Queue:
+        """A router whose engines take 15 s to start, beside a queue that the test sets."""
+
+        def __init__(self) -> None:
+            self.crew, self.load, self.changes = SimpleNamespace(wanted=1), {"rollout0": 0, "": 0}, list[tuple[float, int]]()
+            self.fails = False
+
+        async def scale(self, engines: int) -> None:
+            await asyncio.sleep(15)
+            if self.fails:
+                raise PeerDied("rollout1", "died", "out of luck")
+            self.crew.wanted = engines
+            self.changes.append((asyncio.get_running_loop().time(), engines))
+
+    async def work() -> None:
+        router, said = Queue(), list[str]()
+        scaling = Scaling(router, EngineConfig(max_replicas=3, target_requests=10, upscale_delay_s=30, downscale_delay_s=120), said.append)  # type: ignore[arg-type]
+        for second in range(200):  # steps of 10 s: in half of each 16 samples are at hand, 8 on the average
+            router.load[""] = 16 if second % 10 < 5 else 0
+            await asyncio.sleep(1)
+        assert not router.changes and not said, "one is enough"
+        router.load = {"rollout0": 20, "": 70}
+        await asyncio.sleep(100)
+        assert [n for _, n in router.changes] == [2, 3] and router.changes[0][0] <= 200 + 30 + 15
+        assert said[0].startswith("1 -> 2 engines: ") and "over 30 s, and 10 are an engine's share" in said[0]
+        router.load = {"rollout0": 12, "": 0}
+        await asyncio.sleep(100)
+        assert len(router.changes) == 2, "not yet"
+        await asyncio.sleep(150)
+        assert [n for _, n in router.changes] == [2, 3, 2]
+        router.load, router.fails = {"rollout0": 100, "": 0}, True
+        await asyncio.sleep(60)
+        assert any("2 -> 3 engines failed: rollout1 died" in words for words in said)
+        scaling.close()
+        count = len(said)
+        await asyncio.sleep(300)
+        assert len(said) == count
+
+    run_virtual(work())
 
 
 def test_engines_of_a_host_that_is_taken_away_hand_over_to_others():

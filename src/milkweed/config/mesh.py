@@ -15,7 +15,7 @@ DTYPES = Literal["float32", "bfloat16"]
 FUTURE_KINDS = ("addresses", "slurm", "kubernetes", "ray")
 POLICIES = ("trainer", "reference", "critic", "reward_model")
 """The roles that are models of the trainer's kind, one of each at most."""
-WITHOUT = (("hosts", "gpus"), ("rollout", "replicas"), ("rollout", "standby"), ("teacher", "standby"), ("reward", "replicas"), ("environment", "replicas"), ("faults", "retries"), ("faults", "role_retries"), ("faults", "host_retries"))  # fmt: skip
+WITHOUT = (("hosts", "gpus"), ("rollout", "replicas"), ("rollout", "standby"), ("teacher", "standby"), ("rollout", "max_replicas"), ("teacher", "max_replicas"), ("reward", "replicas"), ("environment", "replicas"), ("faults", "retries"), ("faults", "role_retries"), ("faults", "host_retries"))  # fmt: skip
 """What a mesh may have none of."""
 
 
@@ -103,6 +103,14 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     replicas: int = 1
     """How many engines serve."""
+    max_replicas: int = 0
+    """Up to so many serve while there is much to sample, and `replicas` at least; 0: always `replicas`."""
+    target_requests: int = 64
+    """Samples at hand, running or waiting, that are one engine's share; with more another is started."""
+    upscale_delay_s: float = 30
+    """Seconds whose mean must ask for more engines before some are started."""
+    downscale_delay_s: float = 300
+    """Seconds whose mean must ask for fewer before some leave."""
     standby: int = 0
     """Further engines that hold every version and step in at once where one fails."""
     tensor_parallel: int = 1
@@ -244,6 +252,11 @@ class MeshConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise self._wrong(f"{table}.slower", f"{part.slower:g} would replace engines that are well; 0 (never) or at least 2")
             if not 0 <= part.overlap_score_weight < float("inf"):
                 raise self._wrong(f"{table}.overlap_score_weight", f"{part.overlap_score_weight:g} is no weight; it must be 0 or above")
+            if part.max_replicas and part.max_replicas < part.replicas:
+                raise self._wrong(f"{table}.max_replicas", f"{part.max_replicas} is below the {part.replicas} of {table}.replicas; 0 keeps to these")
+            for name in ("upscale_delay_s", "downscale_delay_s"):
+                if not 1 <= getattr(part, name) < 1e5:
+                    raise self._wrong(f"{table}.{name}", f"{getattr(part, name):g} is too short or too long; 1 to 99999 seconds")
             key, tier = f"{table}.kv_tier", part.kv_tier
             if not (tier.memory_ratio == 0 or 1 < tier.memory_ratio < float("inf")):
                 raise self._wrong(f"{key}.memory_ratio", f"{tier.memory_ratio:g}: memory below an engine must hold more than the engine; 0 or above 1")
@@ -264,6 +277,8 @@ class MeshConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise self._wrong("hosts.notice", f"{self.hosts.notice!r} is no path; only {{host}} may stand in braces ({error!r})") from None
         if self.hosts.notice and self.hosts.count > 1 and "{host}" not in self.hosts.notice:
             raise self._wrong("hosts.notice", f"{self.hosts.notice!r} would speak of all {self.hosts.count} hosts at once; put {{host}} in it")
+        if self.teacher is not None and self.teacher.max_replicas:
+            raise self._wrong("teacher.max_replicas", "only the engines of [rollout] are scaled; leave it out")
         if self.device == "cuda" and self.hosts.gpus == 0:
             raise self._wrong("hosts.gpus", "device is 'cuda', so say how many GPUs each host has")
         if self.device == "cpu" and self.hosts.gpus:
@@ -303,7 +318,7 @@ class MeshConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 put(role, 0, own.procs, own.threads)
             else:
                 found[role, 0] = found["trainer", 0]
-        for index in range(self.rollout.replicas + self.rollout.standby):
+        for index in range(max(self.rollout.replicas, self.rollout.max_replicas) + self.rollout.standby):
             put("rollout", index, self.rollout.tensor_parallel, self.rollout.threads)
             found["teacher", index] = found["rollout", index]
         if self.teacher is not None:

@@ -61,7 +61,7 @@ class Event(msgspec.Struct, omit_defaults=True):
     """One line of a run's faults.jsonl. `after_s` is the time from the failure on."""
 
     replica: str
-    what: Literal["failed", "waiting", "replaced", "given up"]
+    what: Literal["failed", "waiting", "replaced", "given up", "scaled"]
     kind: str = ""
     cause: str = ""
     after_s: float = 0.0

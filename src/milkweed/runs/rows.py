@@ -38,6 +38,7 @@ class Rows:
             "failed": f"{event.replica} failed ({event.kind}): {event.cause}",
             "waiting": f"{event.replica} waits for a host: {event.cause}",
             "replaced": f"{event.replica} serves again after {event.after_s:.1f} s",
+            "scaled": event.cause,
             "given up": f"{event.replica} is given up ({event.kind}): {event.cause}",
         }
         self.view.say(text[event.what])

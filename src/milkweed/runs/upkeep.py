@@ -11,6 +11,7 @@ from milkweed.config import FaultsConfig
 from milkweed.errors import ConfigError, FleetError, PeerDied
 from milkweed.fleet.supervision import Event, Failures, Supervisor
 from milkweed.runs.health import Health
+from milkweed.runs.scaling import Scaling
 from milkweed.transfer.puller_actor import PullerActor
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ class Upkeep:
         self._notices = asyncio.ensure_future(self._watch_notices()) if fleet.mesh.hosts.notice else None
         self.health = Health(router, lambda index: index in self._engines.places, fleet.mesh.rollout)
         router.scaling = self.scale
+        self.scaling = Scaling(router, fleet.mesh.rollout, lambda why: note(Event("rollout", "scaled", cause=why)))
 
     def _keep(self, router: Router, supervisor: Supervisor) -> None:
         for engine in router.crew:
@@ -82,7 +84,10 @@ class Upkeep:
         they have within `within_s`, after which others do it. Raises what kept a new one from serving."""
         if engines < 1:
             raise ConfigError(f"rollout.scale({engines}): at least 1 engine must serve")
-        standby = self.fleet.mesh.rollout.standby
+        c = self.fleet.mesh.rollout
+        if self.fleet.mesh.device != "cpu" and engines > (most := max(c.replicas, c.max_replicas)):
+            raise ConfigError(f"rollout.scale({engines}): the mesh keeps GPUs for {most} engines; raise rollout.max_replicas in its file")
+        standby = c.standby
         have = sorted(self._engines.places)
         self.router.crew.wanted = engines
         leaving = have[engines + standby :]
@@ -96,6 +101,7 @@ class Upkeep:
     async def close(self) -> None:
         """Nothing is replaced any more."""
         self.health.close()
+        self.scaling.close()
         self.fleet.on_notice = lambda host: None
         for task in [*self._leaving, *([self._notices] if self._notices else [])]:
             task.cancel()
