@@ -41,3 +41,5 @@ def test_the_tail_of_a_log_is_of_this_replica_and_short(tmp_path: Path) -> None:
     assert [line.split()[1] for line in last] == ["197", "198", "199"]
     log.write_text("of its predecessor\nown\n")
     assert tail(log, since) == "own"
+    log.write_text("x" * 5000 + "\nlast")
+    assert [len(line) for line in tail(log).splitlines()] == [504, 4]

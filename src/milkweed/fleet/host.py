@@ -17,6 +17,8 @@ from typing import Any
 from milkweed.errors import DeadlineExceeded, PeerDied
 from milkweed.fleet import monarch_compat, processes
 
+WIDEST = 500
+"""Characters of a log's line that an error shows: SGLang writes all of its arguments in one of twenty thousand."""
 KEEPER = Path(__file__).with_name("keeper.py")
 SERVE = "import sys; from milkweed.fleet.monarch_compat import serve_host; serve_host(sys.argv[1])"
 
@@ -246,4 +248,4 @@ def tail(log: Path, since: int = 0, lines: int = 20) -> str:
             text = f.read().decode(errors="replace")
     except FileNotFoundError:
         return ""
-    return "\n".join(text.splitlines()[-lines:])
+    return "\n".join(line if len(line) <= WIDEST else f"{line[:WIDEST]} ..." for line in text.splitlines()[-lines:])
