@@ -99,25 +99,28 @@ def flip_weights(token: str, pids: list[int], dice: random.Random) -> str:
     """One bit in the weights that an engine holds in its own memory, found by what its host's slot holds of them; where, or
     empty where none was found. It lasts until the next version is written over it."""
     for _ in range(20):
-        for pid in pids:
-            if (at := _find(token, pid, dice)) is not None:
-                with contextlib.suppress(OSError), open(f"/proc/{pid}/mem", "r+b", buffering=0) as memory:
-                    _flip(memory, at + 4 * dice.randrange(16), dice, bits=0x40)  # of a float32's fraction
-                    return f"process {pid}, {at:#x}"
+        files = [f for f in Path("/dev/shm").glob(f"mw-{token}-puller*") if f.stat().st_size > 1 << 16]
+        for pid in pids if files else ():
+            if where := flip_found(files[0].read_bytes(), pid, dice):
+                return where
         time.sleep(0.2)
     return ""
 
 
-def _find(token: str, pid: int, dice: random.Random) -> int | None:
-    """Where in a process's own memory 64 bytes of a slot lie."""
-    files = [f for f in Path("/dev/shm").glob(f"mw-{token}-puller*") if f.stat().st_size > 1 << 16]
-    if not files:
-        return None
-    slot = files[0].read_bytes()
-    begin = 64 * dice.randrange(len(slot) // 64 - 1)
-    pattern = slot[begin : begin + 64]
-    if len(set(pattern)) < 16:  # zeros are found everywhere
-        return None
+def flip_found(weights: bytes, pid: int, dice: random.Random) -> str:
+    """One bit of a float32 somewhere in a process's own memory where 64 bytes of `weights` lie; where, or empty."""
+    begin = 64 * dice.randrange(len(weights) // 64 - 1)
+    pattern = weights[begin : begin + 64]
+    if len(set(pattern)) < 16 or (at := _find(pid, pattern)) is None:  # zeros are found everywhere
+        return ""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/mem", "r+b", buffering=0) as memory:
+        _flip(memory, at + 4 * dice.randrange(16), dice, bits=0x40)  # of its fraction
+        return f"process {pid}, {at:#x}"
+    return ""
+
+
+def _find(pid: int, pattern: bytes) -> int | None:
+    """Where in memory that is the process's own."""
     try:
         maps = Path(f"/proc/{pid}/maps").read_text()
         with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:

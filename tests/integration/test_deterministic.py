@@ -6,7 +6,7 @@ import asyncio
 
 import msgspec
 import pytest
-from test_rollout import VERSIONS, Rig
+from rollout_rig import VERSIONS, Rig
 
 from milkweed.config import load_mesh
 from milkweed.types import Completion, Sampling

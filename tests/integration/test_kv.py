@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from test_rollout import VERSIONS, Rig
+from rollout_rig import VERSIONS, Rig
 
 from milkweed.types import Completion, PolicyVersion, Sampling
 

@@ -5,127 +5,32 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import re
 import signal
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from rollout_rig import PROMPT, VERSIONS, Rig
 
 from milkweed.config import load_mesh
+from milkweed.config.mesh import EngineConfig
 from milkweed.errors import ConfigError, DataError, FleetError, TransferError
 from milkweed.fleet import Fleet
-from milkweed.models import new_qwen3
 from milkweed.rollout import Router, Teacher
-from milkweed.rollout.protocol import decode_report, encode
-from milkweed.rollout.sglang_hooks import FAULTS
-from milkweed.transfer.manifest import Staged, StagedTensor
-from milkweed.types import Completion, PolicyVersion, Sampling
+from milkweed.runs.health import Health
+from milkweed.types import Completion, Sampling
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+
+from strike_blows import flip_found  # noqa: E402
 
 pytestmark = pytest.mark.stack
-
-VERSIONS = [PolicyVersion(0, i) for i in range(8)]
-PROMPT = [40, 41, 42, 50, 60, 70]
-
-
-class Rig:
-    """Two engines and two models: `a`, which they start from, and `b`. Even versions are `a`, odd ones `b`."""
-
-    def __init__(self, folder: Path, replicas: int = 2, tensor_parallel: int = 1, more: Sequence[str] = ()) -> None:
-        self.runner = asyncio.Runner()
-        small = {"hidden": 64, "layers": 2, "head_dim": 16, "intermediate": 128}
-        # fresh weights give nearly even distributions; sharper ones make wrong weights, or a wrong temperature, show
-        self.folders = [_sharpened(new_qwen3(folder / "ab"[i], seed=i, **small)) for i in (0, 1)]
-        overrides = [f"rollout.replicas={replicas}", f"rollout.tensor_parallel={tensor_parallel}", *more]
-        self.mesh = load_mesh("local", overrides)
-        self.models: dict[int, Any] = {}
-        self.files: list[Path] = []
-
-    def up(self) -> None:
-        os.environ[FAULTS] = "1"
-        try:
-            self.fleet = self.run(Fleet.start(self.mesh), 60)
-            self.router = self.run(Router.spawn(self.fleet, str(self.folders[0])), 240)
-        finally:
-            del os.environ[FAULTS]
-
-    def down(self) -> None:
-        if hasattr(self, "router"):
-            self.run(self.router.close(), 30)
-        if hasattr(self, "fleet"):
-            self.run(self.fleet.stop(), 30)
-        for file in self.files:
-            file.unlink(missing_ok=True)
-        self.runner.close()
-
-    def run(self, work: Any, deadline_s: float = 60.0) -> Any:
-        async def within() -> Any:
-            async with asyncio.timeout(deadline_s):
-                return await work
-
-        return self.runner.run(within())
-
-    def stage(self, version: PolicyVersion) -> Staged:
-        """`version` in shared memory, as the puller leaves it."""
-        import xxhash
-        from safetensors.torch import load_file
-
-        data, tensors = bytearray(), []
-        for name, t in load_file(self.folders[version.step % 2] / "model.safetensors").items():
-            raw = t.numpy().tobytes()
-            tensors.append(StagedTensor(name, "float32", tuple(t.shape), len(data), len(raw)))
-            data += raw
-        file = Path(f"/dev/shm/mw-{self.fleet.token}-test-{version.step}")
-        file.write_bytes(data)
-        self.files.append(file)
-        return Staged(version, str(file), 0, len(data), xxhash.xxh3_64_intdigest(bytes(data)), tensors)
-
-    def model(self, version: PolicyVersion) -> Any:
-        import torch
-        from transformers import AutoModelForCausalLM
-
-        which = version.step % 2
-        if which not in self.models:
-            torch.set_num_threads(1)
-            self.models[which] = AutoModelForCausalLM.from_pretrained(self.folders[which], dtype=torch.float32).eval()
-        return self.models[which]
-
-    def worst(self, c: Completion) -> float:
-        """The largest difference between a completion's log-probs and those of the model its spans name."""
-        import torch
-
-        ids, n = torch.tensor([c.prompt_ids + c.token_ids]), len(c.prompt_ids)
-        assert [s.start for s in c.versions] == [0, *(s.end for s in c.versions[:-1])]
-        assert c.versions[-1].end == len(c.token_ids) == len(c.logprobs)
-        worst = 0.0
-        for span in c.versions:
-            with torch.no_grad():
-                logits = self.model(span.version)(ids).logits[0, n - 1 : -1].double()
-            want = torch.log_softmax(logits / (c.sampling.temperature or 1.0), -1)
-            want = want.gather(1, ids[0, n:, None])[span.start : span.end, 0]
-            got = torch.tensor(c.logprobs[span.start : span.end], dtype=torch.float64)
-            worst = max(worst, (want - got).abs().max().item())
-        return worst
-
-    def commit_on(self, engine: str, staged: Staged, fault: str) -> Any:
-        replica = next(r for r in self.fleet.replicas if r.name == engine)
-
-        async def commit() -> bytes:
-            return await replica.call_one("commit", encode(staged), 30.0, fault, deadline_s=60)
-
-        return decode_report(self.run(commit()))
-
-
-def _sharpened(folder: Path) -> Path:
-    from safetensors.torch import load_file, save_file
-
-    file = str(folder / "model.safetensors")
-    save_file({n: t * (1 if "norm" in n else 4) for n, t in load_file(file).items()}, file, metadata={"format": "pt"})
-    return folder
-
 
 @pytest.fixture(scope="module")
 def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
@@ -361,6 +266,19 @@ def test_the_checksum_is_that_of_an_engine_started_from_the_same_folder(rig: Rig
                 await router.close()
 
     assert rig.run(fresh(), 240) == committed
+
+
+def test_a_bit_that_flips_in_the_weights_of_an_engine_is_found_and_the_next_version_mends_it(rig: Rig) -> None:
+    health = Health(rig.router, lambda index: False, EngineConfig(look_s=0))
+    assert rig.run(health.wrong()) == []
+    staged, pid = rig.stage(VERSIONS[4]), rig.router.stats()["rollout1"].pids["scheduler0"]
+    dice, weights = random.Random(0), Path(staged.path).read_bytes()
+    assert any(flip_found(weights, pid, dice) for _ in range(50)), "its weights were not found"
+    wrong = {engine.replica.name: why for engine, why in rig.run(health.wrong())}
+    assert sorted(wrong) == ["rollout0", "rollout1"], "of two nobody can say which it is"
+    assert "its weights of version 0.4 have another checksum than those of" in wrong["rollout1"]
+    assert rig.run(rig.router.update_weights({"host0": rig.stage(VERSIONS[5])}, VERSIONS[5])).failed == {}
+    assert rig.run(health.wrong()) == []
 
 
 def test_the_samples_of_a_killed_engine_go_on_elsewhere_from_their_tokens(rig: Rig) -> None:
