@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 from test_trainer import make_model
@@ -130,5 +132,67 @@ def test_ranks_that_are_killed_come_back_with_the_same_weights(tmp_path):
             assert time.monotonic() - began < 30
             assert [e.what for e in events] == ["failed", "replaced"] and events[0].kind == "died" and "2 steps trained again" in events[1].cause
             print(f"rebuilt after {events[1].after_s:.1f} s")
+
+    asyncio.run(asyncio.wait_for(main(), 240))
+
+
+def test_ranks_that_copy_themselves_into_memory_come_back_from_there_to_the_same_bits(tmp_path):
+    async def main() -> None:
+        model, batch = make_model(tmp_path / "model", "qwen3"), packed_batch()
+
+        def loss(batch, policy):
+            return -policy.logprobs
+
+        async with await Fleet.start(load_mesh("local")) as fleet:
+            config = TrainerConfig(lr=1e-3, seq_len=64, copy_every=1)
+            trainer = await Trainer.start(fleet, model, config, run_dir=tmp_path / "run")
+            copies = Path(f"/dev/shm/mw-{fleet.token}-copies-trainer0/checkpoints")
+            await trainer.save()
+            for step in range(1, 5):
+                await trainer.update(batch, loss)
+                while not (copies / f"step-{step}" / "sums-0.json").exists():
+                    await asyncio.sleep(0.05)
+            before, version, events = await trainer.checksum(), trainer.version, []
+            trainer.history.note = events.append
+            os.kill(trainer.replica.pids[0], signal.SIGKILL)
+            assert await trainer.checksum() == before and trainer.version == version == PolicyVersion(0, 4)
+            assert [e.what for e in events] == ["failed", "replaced"] and events[1].cause.endswith("steps trained again since its copy in memory")
+            assert int(events[1].cause.split()[0]) <= 1
+            after = await trainer.update(batch, loss)
+            assert after["loss"] < 100 and len(list(copies.glob("step-*"))) <= 3
+            # a copy that rots is seen, and the checkpoint is taken
+            while not (copies / "step-5" / "sums-0.json").exists():
+                await asyncio.sleep(0.05)
+            before = await trainer.checksum()
+            for step in range(1, 6):
+                with contextlib.suppress(FileNotFoundError):  # an old one that went already
+                    part = copies / f"step-{step}" / "__0_0.distcp"
+                    part.write_bytes(part.read_bytes()[:-100] + bytes(100))
+            events.clear()
+            os.kill(trainer.replica.pids[0], signal.SIGKILL)
+            assert await trainer.checksum() == before
+            assert [e.what for e in events] == ["failed", "failed", "replaced"] and "in memory could not be read" in events[1].cause
+            await trainer.close()
+            assert not copies.exists()
+
+    asyncio.run(asyncio.wait_for(main(), 240))
+
+
+def test_a_checkpoint_made_before_the_first_step_holds_everything(tmp_path):
+    async def main() -> None:
+        model, batch = make_model(tmp_path / "model", "qwen3"), packed_batch()
+
+        def loss(batch, policy):
+            return -policy.logprobs
+
+        async with await Fleet.start(load_mesh("local")) as fleet:
+            trainer = await Trainer.start(fleet, model, TrainerConfig(lr=1e-3, seq_len=64), run_dir=tmp_path / "run")
+            await trainer.set_lr(5e-4)
+            await trainer.save({"position": 7})
+            losses = [(await trainer.update(batch, loss))["loss"] for _ in range(2)]
+            assert await trainer.load(4, step=0) == {"position": 7}
+            assert trainer.version == PolicyVersion(4, 0) and trainer.peak_lr == 5e-4
+            assert [(await trainer.update(batch, loss))["loss"] for _ in range(2)] == losses
+            await trainer.close()
 
     asyncio.run(asyncio.wait_for(main(), 240))

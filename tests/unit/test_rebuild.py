@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from milkweed.config import FaultsConfig
-from milkweed.errors import FleetError, PeerDied, RemoteError, StepRefused
+from milkweed.errors import DataError, FleetError, PeerDied, RemoteError, StepRefused
 from milkweed.fleet.supervision import Event
 from milkweed.training.config import TrainerConfig
 from milkweed.training.rebuild import History
@@ -22,7 +23,8 @@ class Disk:
     """What outlives the ranks."""
 
     def __init__(self) -> None:
-        self.checkpoints: dict[int, tuple[PolicyVersion, float]] = {}
+        self.checkpoints: dict[int, tuple[PolicyVersion, float, float]] = {}
+        self.copies: dict[int, tuple[PolicyVersion, float, float]] = {}
 
 
 class Ranks:
@@ -62,7 +64,7 @@ class Ranks:
         return lr
 
     async def do_save(self, state: str) -> str:
-        self.disk.checkpoints[self.version.step] = (self.version, self.weights)
+        self.disk.checkpoints[self.version.step] = (self.version, self.weights, self.lr)
         return "folder"
 
     async def do_saved(self, wait: bool) -> bool:
@@ -75,9 +77,21 @@ class Ranks:
         if not self.disk.checkpoints:
             self.version = PolicyVersion(incarnation or 0, 0)
             return {"state": None, "version": self.version, "peak_lr": 1.0, "broken": {}}
-        saved, self.weights = self.disk.checkpoints[max(self.disk.checkpoints) if step is None else step]
+        saved, self.weights, self.lr = self.disk.checkpoints[max(self.disk.checkpoints) if step is None else step]
         self.version = PolicyVersion(saved.incarnation + 1 if incarnation is None else incarnation, saved.step)
         return {"state": "{}", "version": self.version, "peak_lr": 1.0, "broken": {}}
+
+    async def do_copy(self) -> None:
+        self.disk.copies[self.version.step] = (self.version, self.weights, self.lr)
+
+    async def do_copied(self) -> bool:
+        return True
+
+    async def do_restore(self, incarnation: int, step: int) -> PolicyVersion:
+        if step not in self.disk.copies:
+            raise RemoteError(self.name, "raised", "DataError") from DataError("there is none")
+        self.version, self.weights, self.lr = self.disk.copies[step]
+        return self.version
 
     async def do_adopt(self, layout: bytes, dtype: str) -> Any:
         return [], 8
@@ -87,11 +101,12 @@ class Ranks:
 
 
 class Rig:
-    def __init__(self, fatal: list[str], *, drift: float = 0.0) -> None:
+    def __init__(self, fatal: list[str], *, drift: float = 0.0, copy_every: int = 0) -> None:
         self.disk, self.fatal, self.drift = Disk(), fatal, drift
         self.made: list[Ranks] = []
         self.events: list[Event] = []
-        self.trainer = Trainer(self.new(0.0), TrainerConfig(), "model")  # type: ignore[arg-type]
+        self.trainer = Trainer(self.new(0.0), TrainerConfig(copy_every=copy_every), "model")  # type: ignore[arg-type]
+        self.trainer._copies = Path("/nowhere") if copy_every else None
         self.trainer.history = History("trainer0", self.spawn, (), FaultsConfig(first_s=0.01))  # type: ignore[arg-type]
         self.trainer.history.note = self.events.append
 
@@ -226,3 +241,58 @@ def test_steps_that_a_full_disk_did_not_keep_are_not_trained_again_and_the_next_
             await rig.train(16.0)
 
     asyncio.run(story())
+
+
+@pytest.mark.parametrize("at", ["update", "save", "saved", "copy", "copied", "restore", "set_lr"])
+def test_ranks_that_copy_themselves_come_back_from_the_copy_and_train_only_what_came_after(at):
+    async def story(fatal: list[str]) -> Rig:
+        rig = Rig([], copy_every=2)
+        await rig.trainer.load(3)
+        await rig.train(1.0, 2.0, 4.0)
+        rig.fatal += [*fatal, *(["update"] if at == "restore" else [])][::-1]
+        await rig.trainer.set_lr(0.5)
+        await rig.train(8.0)
+        await rig.trainer.save()
+        await rig.train(16.0)
+        await rig.trainer.saved(wait=True)
+        await rig.train(32.0, 64.0)
+        return rig
+
+    undisturbed, rig = asyncio.run(story([])), asyncio.run(story([at]))
+    assert (rig.made[-1].weights, rig.trainer.version) == (undisturbed.made[-1].weights, undisturbed.trainer.version) == (67.0, PolicyVersion(3, 7))
+    assert len(rig.made) == (3 if at == "restore" else 2)
+    if at == "copied":  # step 6's is not known to be whole then, and the one before is older than the checkpoint
+        assert "restore" not in rig.made[1].calls and "load" in rig.made[1].calls
+    else:
+        assert "restore" in rig.made[1].calls and "load" not in rig.made[1].calls
+
+
+def test_a_copy_that_is_gone_costs_one_more_start_and_the_checkpoint_is_taken():
+    async def story() -> Rig:
+        rig = Rig([], copy_every=1)
+        await rig.trainer.load(0)
+        await rig.train(1.0, 2.0)
+        rig.disk.copies.clear()
+        rig.fatal.append("update")
+        await rig.train(4.0)
+        return rig
+
+    rig = asyncio.run(story())
+    assert rig.made[-1].weights == 7.0 and len(rig.made) == 3 and "load" in rig.made[2].calls
+    assert "the copy of step 1 in memory could not be read: there is none" in rig.events[1].cause
+
+
+def test_a_copy_behind_a_checkpoint_that_was_not_whole_yet_is_not_taken():
+    async def story() -> Rig:
+        rig = Rig([], copy_every=1)
+        await rig.trainer.load(0)
+        await rig.train(1.0)
+        await rig.trainer.save(wait=False)
+        await rig.train(2.0, 4.0)
+        rig.disk.checkpoints.clear()  # it was not whole yet
+        rig.fatal.append("saved")
+        await rig.trainer.saved(wait=True)
+        return rig
+
+    rig = asyncio.run(story())
+    assert rig.made[-1].weights == 7.0 and rig.made[-1].calls.count("save") == 1 and list(rig.disk.checkpoints) == [1]

@@ -28,13 +28,13 @@ class TrainerActor(Actor):
 
     @endpoint
     def start(
-        self, model: str, config: TrainerConfig, run_dir: str | None, optimise: bool, head: str
+        self, model: str, config: TrainerConfig, run_dir: str | None, optimise: bool, head: str, copies: str | None
     ) -> tuple[dict[str, Any], float]:
         """Build the policy (or critic); its statistics. Raises ConfigError or DataError."""
         from milkweed.training.rank import TrainerRank
 
         def work() -> dict[str, Any]:
-            self._rank = TrainerRank(model, config, run_dir=run_dir, optimise=optimise, head=head)
+            self._rank = TrainerRank(model, config, run_dir=run_dir, optimise=optimise, head=head, copies=copies)
             freeze()
             return self._rank.stats()
 
@@ -122,6 +122,21 @@ class TrainerActor(Actor):
             return {"state": state, "version": self._rank.version, "peak_lr": self._rank.peak_lr, "broken": self._rank.checkpoints.broken}
 
         return self._timed(work)
+
+    @endpoint
+    def copy(self) -> tuple[None, float]:
+        """See TrainerRank.copy."""
+        return self._timed(lambda: self._rank.copy())
+
+    @endpoint
+    def copied(self) -> tuple[bool, float]:
+        """See TrainerRank.copied."""
+        return self._timed(lambda: self._rank.copied())
+
+    @endpoint
+    def restore(self, incarnation: int, step: int) -> tuple[Any, float]:
+        """See TrainerRank.restore."""
+        return self._timed(lambda: self._rank.restore(incarnation, step))
 
     @endpoint
     def export(self, folder: str, dtype: str) -> tuple[int, float]:

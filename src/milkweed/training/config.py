@@ -41,6 +41,9 @@ class TrainerConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fi
     """Recompute each block's activations in the backward pass."""
     keep_checkpoints: int = 2
     """How many checkpoints stay; 0 keeps all (1 is refused: the last may be half written)."""
+    copy_every: int = 0
+    """Steps between copies of weights and optimiser in the host's memory (12 bytes a parameter each, two at most), from
+    which ranks that died come back; 0: from the last checkpoint."""
     threads: int = 1
     """CPU threads of each rank."""
     data_parallel_shard: int = 1
@@ -66,6 +69,7 @@ class TrainerConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fi
             f"must be above trainer.warmup_steps ({self.warmup_steps}) where trainer.decay is {self.decay!r}",
         )
         need(self.keep_checkpoints >= 0 and self.keep_checkpoints != 1, "keep_checkpoints", "must be 0 (all), or 2 or more")
+        need(self.copy_every >= 0, "copy_every", "must be 0 (none) or above")
         for key in ("seq_len", "micro_rows", "threads"):
             need(getattr(self, key) >= 1, key, "must be at least 1")
         for key in ("data_parallel_shard", "data_parallel_replicate", "tensor_parallel", "context_parallel"):

@@ -23,6 +23,7 @@ from milkweed.training.config import TrainerConfig
 from milkweed.training.export import Partial, copy_side_files, write_weights
 from milkweed.training.model import Head, check_weights, read_architecture
 from milkweed.training.policy import Policy, Values
+from milkweed.training.saving import Saving
 from milkweed.transfer.manifest import RankManifest
 from milkweed.types import Batch, Loss, PolicyVersion
 
@@ -30,17 +31,19 @@ Rows = tuple[list[int], torch.Tensor]
 EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class TrainerRank:
+class TrainerRank(Saving):
     """A policy, or with `head="value"` a critic or reward model, loaded from the Hugging Face folder `model` and, unless
     `optimise` is off (a reference), its optimiser.
 
-    `run_dir` is where checkpoints go; without it `save` and `load` are refused. Raises ConfigError or DataError, naming
+    `run_dir` is where checkpoints go; without it `save` and `load` are refused. `copies` is where, in memory, `copy` puts the
+    same. Raises ConfigError or DataError, naming
     the key or the file, where the folder or the degrees will not do.
     """
 
     def __init__(
-        self, model: str, config: TrainerConfig, *, run_dir: str | None = None, optimise: bool = True, head: Head = "policy"
-    ) -> None:
+        self, model: str, config: TrainerConfig, *, run_dir: str | None = None, optimise: bool = True, head: Head = "policy",
+        copies: str | None = None,
+    ) -> None:  # fmt: skip
         started = time.perf_counter()
         torch.set_num_threads(config.threads)
         self.folder, self.config = str(model), config
@@ -55,11 +58,13 @@ class TrainerRank:
         self.peak_lr = config.lr
         self.busy_s = 0.0
         self.optimizers: Any = None
-        self.checkpoints: Checkpoints | None = None
+        self.checkpoints = self.copies = None
         if optimise:
             self.optimizers = titan.build_optimizer(self.parallel, config)
             if run_dir:
                 self.checkpoints = Checkpoints(self.parallel, self.optimizers, Path(run_dir), config.keep_checkpoints)
+            if copies and config.copy_every:
+                self.copies = Checkpoints(self.parallel, self.optimizers, Path(copies), 2)
         else:
             for p in self.parameters.values():
                 p.requires_grad_(False)
@@ -229,7 +234,7 @@ class TrainerRank:
             metrics[name] = sum(x for x, _ in have) / max(1.0, sum(n for _, n in have))
         return sum(t for t, _, _ in parts), metrics, next((w for _, _, w in parts if w is not None), None)
 
-    # ---- learning rate, checkpoints ----
+    # ---- learning rate ----
 
     @property
     def lr(self) -> float:
@@ -242,37 +247,6 @@ class TrainerRank:
             raise ConfigError(f"learning rate must be 0 or above, not {lr}")
         self.peak_lr = lr
         return self.lr
-
-    def _store(self) -> Checkpoints:
-        if self.checkpoints is None:
-            raise ConfigError("this trainer was made without a run directory (or optimiser): it keeps no checkpoints")
-        return self.checkpoints
-
-    def save(self, state: str) -> str:
-        """Begin to write a checkpoint of this version with the controller's `state` (JSON text) inside. Returns its
-        folder; it is whole once `saved` says so."""
-        return self._store().save(self.version, state, self.peak_lr)
-
-    def saved(self, *, wait: bool = False) -> bool:
-        """Whether this rank has written its part of what was saved last; with `wait`, until all have."""
-        if wait:
-            self._store().finish()
-        return self._store().done()
-
-    def load(self, incarnation: int | None = None, step: int | None = None) -> str | None:
-        """Go back to the latest whole checkpoint, or that of `step`; the state kept inside, or None where there is none.
-
-        The version's incarnation becomes `incarnation`, or one more than the checkpoint's.
-        """
-        found = self._store().load(step)
-        if found is None:
-            if incarnation is not None:  # a life that begins anew shares no name with what an earlier one trained
-                self.version = PolicyVersion(incarnation, self.version.step)
-            return None
-        self.peak_lr = found.peak_lr
-        saved = found.version.incarnation
-        self.version = PolicyVersion(saved + 1 if incarnation is None else incarnation, found.version.step)
-        return found.state
 
     # ---- weights out ----
 
@@ -363,8 +337,9 @@ class TrainerRank:
         if self._sender is not None:
             self._sender.publisher.close()
             self._sender = None
-        if self.checkpoints is not None:
-            self.checkpoints.close()
+        for store in (self.checkpoints, self.copies):
+            if store is not None:
+                store.close()
         if dist.is_initialized():
             dist.destroy_process_group()
 

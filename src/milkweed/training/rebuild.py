@@ -1,4 +1,5 @@
-"""A trainer whose ranks died comes back: new ranks, the last checkpoint, and the steps since trained again.
+"""A trainer whose ranks died comes back: new ranks, the last checkpoint (or a newer copy in the host's memory, where
+`copy_every` asks for some), and the steps since trained again.
 
 The controller keeps what the ranks were told since that checkpoint, each step's batch and packed loss, in a file without a
 name, which ends with it: as memory, batches of many steps would be gigabytes. Training the same batches again gives the same
@@ -48,6 +49,10 @@ class History:
         self._file = tempfile.TemporaryFile(prefix="milkweed-steps-", buffering=0)
         self._adopted: tuple[Any, ...] | None = None
         self._saving: PolicyVersion | None = None
+        self._copy: tuple[PolicyVersion, int] | None = None
+        """The newest whole copy in memory, and how many of `_told` are in it."""
+        self.copying: tuple[PolicyVersion, int] | None = None
+        """The same of one under way."""
         self._failures = 0
         self.note: Callable[[Event], None] = lambda event: None
 
@@ -67,13 +72,17 @@ class History:
             self._origin = (self._saving.incarnation, self._saving.step)
             await asyncio.to_thread(self._forget, last + 1)
             self._saving = None
+        elif endpoint == "copy":
+            self.copying = (version, len(self._told))
+        elif endpoint == "copied" and all(answers):
+            self._copy, self.copying = self.copying or self._copy, None
         elif endpoint == "adopt":
             self._adopted = args
         elif endpoint == "load":
             loaded: PolicyVersion = answers[0]["version"]
             self._origin = (loaded.incarnation, loaded.step if answers[0]["state"] is not None else None)
             await asyncio.to_thread(self._forget, len(self._told))
-            self._saving = None
+            self._saving = self._copy = self.copying = None
 
     async def _keep(self, endpoint: str, args: tuple[Any, ...], metrics: dict[str, Any] | None = None) -> None:
         self._told.append(Told(endpoint, *await asyncio.to_thread(self._append, args), metrics=metrics))
@@ -99,6 +108,8 @@ class History:
             self._write(rest)  # over what is there already, so a full disk does not matter
             self._file.truncate(len(rest))
         self._told = [msgspec.structs.replace(told, offset=told.offset - start) for told in kept]
+        # a copy that is older than the checkpoint is of no use any more
+        self._copy, self.copying = ((c[0], c[1] - count) if c and c[1] >= count else None for c in (self._copy, self.copying))
 
     def _write(self, data: bytes) -> None:
         with memoryview(data) as view:
@@ -112,6 +123,12 @@ class History:
         self._file.seek(told.offset)
         return pickle.load(self._file)
 
+    def _usable(self) -> tuple[PolicyVersion, int] | None:
+        """The copy to begin from. A checkpoint that was not whole yet must be written again, so no copy after it will do."""
+        saves = [i for i, told in enumerate(self._told) if told.endpoint == "save"]
+        late = self._copy is not None and self._saving is not None and saves and self._copy[1] > saves[-1]
+        return None if late else self._copy
+
     def close(self) -> None:
         """No rebuilding after this; what was kept is gone."""
         self._file.close()
@@ -119,7 +136,8 @@ class History:
     @property
     def steps(self) -> int:
         """Steps that would have to be trained again."""
-        return sum(told.endpoint == "update" for told in self._told)
+        copy = self._usable()
+        return sum(told.endpoint == "update" for told in self._told[copy[1] if copy else 0 :])
 
     async def rebuild(self, error: FleetError, dead: Replica, ask: Callable[[Replica], Ask]) -> Replica:
         """New ranks in the state of those of `dead`, which `error` ended. Raises FleetError where they fail too often, or
@@ -128,6 +146,7 @@ class History:
         began, first = clock(), error
         while True:
             self._failures += 1
+            self.copying = None  # who was making it is gone
             self.note(Event(self.name, "failed", kind_of(error), str(error), clock() - began))
             await dead.stop()
             if self._failures > self._budget.retries:
@@ -144,19 +163,32 @@ class History:
             except MilkweedError as refusal:
                 await dead.stop()
                 raise FleetError(self.name, "refused", f"it failed ({first.cause}) and could not be rebuilt: {refusal}") from refusal
-            self.note(Event(self.name, "replaced", kind_of(first), f"{self.steps} steps trained again", clock() - began))
+            since = " since its copy in memory" if self._usable() else ""
+            self.note(Event(self.name, "replaced", kind_of(first), f"{self.steps} steps trained again{since}", clock() - began))
             return dead
 
     async def _restore(self, ask: Ask) -> None:
         await ask("start", *self._start)
-        if self._origin is not None:
+        told = self._told
+        if (copy := self._usable()) is not None:
+            version, count = copy
+            try:
+                if (came := (await ask("restore", version.incarnation, version.step))[0]) != version:
+                    raise MilkweedError(f"it came back as version {came}")
+            except FleetError:
+                raise
+            except MilkweedError as error:  # half of it may be in these ranks: others begin at the checkpoint
+                self._copy = None
+                raise FleetError(self.name, "refused", f"the copy of step {version.step} in memory could not be read: {error}") from error
+            told = told[count:]
+        elif self._origin is not None:
             incarnation, step = self._origin
             answer = (await ask("load", incarnation, step))[0]
             if step is not None and answer["version"] != PolicyVersion(incarnation or 0, step):
                 raise MilkweedError(f"checkpoint {step} came back as version {answer['version']}")
-        for told in self._told:
-            answers = await ask(told.endpoint, *await asyncio.to_thread(self._args, told))
-            if (before := told.metrics) is not None:
+        for call in told:
+            answers = await ask(call.endpoint, *await asyncio.to_thread(self._args, call))
+            if (before := call.metrics) is not None:
                 now = answers[0]["metrics"]
                 if different := [k for k in SAME if now.get(k) != before.get(k)]:
                     key = different[0]

@@ -219,7 +219,7 @@ def checkpointer(parallel: Parallel, optimizers: Any, schedule: Any, state: Any,
     """TorchTitan's CheckpointManager over `folder`/checkpoints, saving whenever asked, by a thread."""
     from torchtitan.components.checkpointer import CheckpointManager
 
-    return CheckpointManager.Config(
+    manager = CheckpointManager.Config(
         enable=True,
         folder="checkpoints",
         interval=1,
@@ -236,3 +236,7 @@ def checkpointer(parallel: Parallel, optimizers: Any, schedule: Any, state: Any,
         sd_adapter=None,
         base_folder=folder,
     )
+    # of step 0 it would load the model alone (private there: `_states_to_load`): no learning rate, no state of ours
+    everything = manager._states_to_load
+    manager._states_to_load = lambda model_only: everything(False)
+    return manager

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import shutil
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from milkweed.errors import FleetError, MilkweedError, RemoteError, TransferError
+from milkweed.errors import DataError, FleetError, MilkweedError, RemoteError, TransferError
 from milkweed.fleet.supervision import recycles
 from milkweed.training.config import TrainerConfig
 from milkweed.training.model import Head
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from milkweed.fleet import Fleet, Replica
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 
 class Trainer:
@@ -58,6 +61,7 @@ class Trainer:
         self.result: dict[str, float] = {}
         """What the last update returned, also to a caller that was cancelled meanwhile."""
         self.history: History | None = None
+        self._copies: Path | None = None
         self._closing = False
         self._one_at_a_time = asyncio.Lock()
 
@@ -93,7 +97,9 @@ class Trainer:
         replica = await spawn()
         trainer = cls(replica, config, model, head=head)
         try:
-            begin = (str(model), config, str(run_dir) if run_dir else None, optimise, head)
+            if config.copy_every and run_dir and optimise:  # swept with what else the fleet has there, should nobody do it before
+                trainer._copies = Path(f"/dev/shm/mw-{fleet.token}-copies-{role}{index}")
+            begin = (str(model), config, str(run_dir) if run_dir else None, optimise, head, str(trainer._copies) if trainer._copies else None)
             await trainer._call("start", *begin, deadline_s=deadline_s)
             trainer.history = History(f"{role}{index}", spawn, begin, fleet.mesh.faults)
         except BaseException:
@@ -122,9 +128,23 @@ class Trainer:
             parts = [a["logprobs"] for a in answers]
             self.trained = merge_rows(parts, *batch.tokens.shape) if any(p is not None for p in parts) else None
             self.result = {**answers[0]["metrics"], "seconds": max(a["metrics"]["seconds"] for a in answers)}
+            if self._copies is not None:
+                await self._copy()
             return dict(self.result)
 
         return await self._whole(work)
+
+    async def _copy(self) -> None:
+        """Begins a copy where one is due. One that cannot be made (no room) is said and costs the run nothing."""
+        assert self.history is not None
+        try:
+            if self.history.copying:
+                await self._call("copied")
+            if self.version.step % self.config.copy_every == 0:
+                await self._call("copy")
+        except (DataError, OSError) as error:
+            self.history.copying = None
+            _log.warning("%s: step %d was not copied into memory: %s", self.history.name, self.version.step, error)
 
     async def logprobs(self, batch: Batch) -> torch.Tensor:
         """`[rows, seq]` log-prob of each token under this policy at `batch.temperature`; 0 at a sequence's first."""
@@ -321,6 +341,8 @@ class Trainer:
             if self.history is not None:
                 self.history.close()
             await self.replica.stop()
+            if self._copies is not None:
+                await asyncio.to_thread(shutil.rmtree, self._copies, ignore_errors=True)
 
     async def _call(self, endpoint: str, *args: Any, deadline_s: float | None = None) -> list[Any]:
         """The ranks' values in rank order; their seconds go into `busy_s`."""
