@@ -10,7 +10,7 @@ import pytest
 
 import milkweed as mw
 
-pytestmark = [pytest.mark.stack, pytest.mark.slow]
+pytestmark = pytest.mark.stack
 
 
 def test_a_run_that_is_killed_five_times_ends_like_one_left_alone(tmp_path):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.stack, pytest.mark.slow]
+pytestmark = pytest.mark.stack
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "strike.py"
 KINDS = "kill reward,raise reward,kill trainer,crash puller,stop reward"
 
