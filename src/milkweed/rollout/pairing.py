@@ -35,6 +35,8 @@ class PairedRouter(Router):
     stop strings) begins again.
     """
 
+    paired = True
+
     def __init__(self, *args: Any, **more: Any) -> None:
         self._admits = True
         # a room is never used twice, also not by the controller after this one

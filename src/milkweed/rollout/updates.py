@@ -38,6 +38,8 @@ class Updates(ABC):
     _ids: Iterator[str]
     _waiting: deque[Pending]
     _prefixes: Prefixes
+    paired = False
+    """Whether engines prefill or decode only."""
     turns = 0
     """Odd while versions change hands."""
 
