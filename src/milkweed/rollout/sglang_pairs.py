@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from milkweed.errors import TransferError
 from milkweed.rollout.pages import Counts
+from milkweed.transfer import nixl
 
 if TYPE_CHECKING:
     from milkweed.rollout.protocol import EngineRole, Pair
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 HOST = "127.0.0.1"
 NOBODY = "2.2.2.2"
 """SGLang's `FAKE_BOOTSTRAP_HOST`: a prompt whose KV is sent nowhere."""
+PAIRED = "MILKWEED_PAIRED"
+"""Set in the processes of engines that prefill or decode only."""
 MOVED = "MILKWEED_MOVED"
 """In the processes of engines that prefill: how the paths begin under which they count what they move."""
 COUNTS = ("moved_tokens", "moved_bytes", "moved_us")
@@ -43,7 +46,7 @@ def environment(role: EngineRole, counts: str) -> dict[str, str]:
     """Variables for the process of an engine of `role`, which counts in files whose paths begin with `counts`."""
     if role == "whole":
         return {}
-    env = {"SGLANG_HOST_IP": HOST, "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT": str(RELEASE_S)}
+    env = {PAIRED: "1", "SGLANG_HOST_IP": HOST, "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT": str(RELEASE_S)}
     for name in ("no_proxy", "NO_PROXY"):  # SGLang asks for its peers with what obeys http_proxy
         env[name] = ",".join(x for x in (os.environ.get(name), HOST) if x)
     return env | ({MOVED: counts} if role == "prefill" else {})
@@ -143,11 +146,19 @@ def busy(scheduler: Any) -> str:
 
 
 def register(registry: Any, kinds: Any) -> None:
-    if MOVED not in os.environ:
+    if PAIRED not in os.environ:
         return
     manager = "sglang.srt.disaggregation.nixl.conn.NixlKVManager"
+    registry.register(f"{manager}.__init__", _made, kinds.AROUND)
+    if MOVED not in os.environ:
+        return
     registry.register(f"{manager}.send_kvcache", _sent, kinds.AROUND)
     registry.register(f"{manager}._await_handles", _settled, kinds.AROUND)
+
+
+def _made(original: Callable[..., Any], manager: Any, *args: Any, **more: Any) -> None:
+    with nixl.paced():
+        original(manager, *args, **more)
 
 
 _posted = threading.local()
