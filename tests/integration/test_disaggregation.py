@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from test_rollout import VERSIONS, Rig
 
+from milkweed.rollout.sglang_pairs import PAGE
 from milkweed.types import Completion, Sampling, VersionSpan
 
 pytestmark = pytest.mark.stack
@@ -76,8 +77,9 @@ def test_tokens_are_those_of_one_engine_and_a_shared_beginning_is_computed_once(
         assert c.engine.startswith("rollout")
     after = rig.router.kv
     asked = sum(len(c.prompt_ids) for c in done)
-    assert after["computed"] - before["computed"] <= asked - 6 * 200, "once on each of two engines"
-    assert after["moved_tokens"] - before["moved_tokens"] == asked, "decoding engines hold nothing of their own"
+    assert after["computed"] - before["computed"] <= asked - 6 * (200 - 200 % PAGE), "once on each of two engines"
+    moved = after["moved_tokens"] - before["moved_tokens"]
+    assert asked <= moved < asked + PAGE * len(done), "whole pages, and decoding engines hold nothing of their own"
     assert after["moved_bytes"] > 0 and after["moved_us"] > 0
     assert all(after[name]["computed"] == 0 for name in ("rollout0", "rollout1"))
     for c in rig.end(rig.begin([[*prompt(3), 9]] * 2, Sampling(temperature=0.7, max_tokens=1))):

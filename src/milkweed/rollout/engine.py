@@ -89,7 +89,7 @@ class RolloutEngine:
                 dtype=c.dtype,
                 tensor_parallel=c.tensor_parallel,
                 version=str(c.version),
-                overrides=c.arguments | sglang_pairs.arguments(c.role, cpu=c.cpu, port=self._port.number if self._port else 0),
+                overrides=sglang_pairs.arguments(c.role, cpu=c.cpu, port=self._port.number if self._port else 0) | c.arguments,
             )
         )
         if self._port is not None:

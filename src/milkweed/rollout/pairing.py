@@ -85,7 +85,9 @@ class PairedRouter(Router):
         p.future.set_result(reply)
 
     def _drop(self, p: Pending) -> None:
-        if p.prefill is not None:
+        # decoded to its end before the other engine could say that it had sent everything: it is let finish that
+        done = p.future.done() and not p.future.cancelled() and not p.future.exception() and p.future.result().error is None
+        if p.prefill is not None and not done:
             self._take_back(p, p.prefill)
         super()._drop(p)
 
@@ -95,13 +97,15 @@ class PairedRouter(Router):
                 self._take_back(p, engine)
 
     def _resend(self, engine: Engine, p: Pending, cause: str) -> None:
-        self._unpair(p)
-        super()._resend(engine, p, cause)
+        if not p.future.done():
+            self._unpair(p)
+            super()._resend(engine, p, cause)
 
     def _hand_over(self, engine: Engine, some: Sequence[Pending]) -> None:
-        for p in some:
+        left = [p for p in some if not p.future.done()]
+        for p in left:
             self._unpair(p)
-        super()._hand_over(engine, some)
+        super()._hand_over(engine, left)
 
     async def update_weights(
         self, staged: dict[str, Staged], version: PolicyVersion, *, deadline_s: float = 60.0

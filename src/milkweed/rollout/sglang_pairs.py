@@ -36,6 +36,8 @@ COUNTS = ("moved_tokens", "moved_bytes", "moved_us")
 RELEASE_S = 5
 """How long a decoding engine keeps the KV of a broken-off transfer back when the other engine does not say that it writes no
 more. Longer than it takes until a process that was stopped counts as hung and is ended."""
+PAGE = 16
+"""Tokens of a page of KV, the least that is moved and found in a cache; single tokens travel at a twentieth of the speed."""
 REGISTERED_S = 20.0
 BUSY = "not idle yet:"
 """In why an engine that prefills or decodes only does not take a version; it may once what it has to clean up is done."""
@@ -56,7 +58,7 @@ def arguments(role: EngineRole, *, cpu: bool, port: int) -> dict[str, Any]:
     """SGLang's ServerArgs for an engine of `role`; `port` is where one that prefills is met."""
     if role == "whole":
         return {}
-    args: dict[str, Any] = {"disaggregation_mode": role, "disaggregation_transfer_backend": "nixl"}
+    args: dict[str, Any] = {"disaggregation_mode": role, "disaggregation_transfer_backend": "nixl", "page_size": PAGE}
     if cpu:
         args["disable_overlap_schedule"] = True  # on a CPU it does not start with it
     if role == "prefill":
@@ -156,22 +158,29 @@ def register(registry: Any, kinds: Any) -> None:
     registry.register(f"{manager}._await_handles", _settled, kinds.AROUND)
 
 
-def _made(original: Callable[..., Any], manager: Any, *args: Any, **more: Any) -> None:
+def _made(original: Callable[..., Any], manager: Any, kv: Any, *rest: Any, **more: Any) -> None:
+    if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
+        kv.kv_data_mem_kinds = ["DRAM"] * len(kv.kv_data_ptrs)  # SGLang takes it for VRAM
     with nixl.paced():
-        original(manager, *args, **more)
+        original(manager, kv, *rest, **more)
 
 
 _posted = threading.local()
-"""Of each of SGLang's sending threads: transfers posted and not yet awaited, as (began, tokens, bytes)."""
+"""Of each of SGLang's sending threads: transfers posted and not yet done, as (began, tokens, bytes)."""
 _counts: list[Counts] = []
+_making = threading.Lock()
 
 
 def _sent(original: Callable[..., Any], manager: Any, peer: str, indices: Any, *rest: Any, **more: Any) -> Any:
     began = time.perf_counter()
     handle = original(manager, peer, indices, *rest, **more)
-    page = getattr(manager.kv_args, "page_size", 1)
-    posted = _posted.__dict__.setdefault("some", [])
-    posted.append((began, len(indices) * page, len(indices) * sum(manager.kv_args.kv_item_lens)))
+    kv = manager.kv_args
+    transfer = (began, len(indices) * kv.page_size, len(indices) * sum(kv.kv_item_lens))
+    # between processes of one host the post itself copies
+    if handle is not None and manager.agent.check_xfer_state(handle) == "DONE":
+        _count(manager, transfer)
+    else:
+        _posted.__dict__.setdefault("some", []).append(transfer)
     return handle
 
 
@@ -179,13 +188,19 @@ def _settled(original: Callable[..., Any], manager: Any, handles: Any, **more: A
     outcome = original(manager, handles, **more)
     posted, _posted.some = _posted.__dict__.get("some", []), []
     if outcome == (True, False):
-        if not _counts:
-            # the engine's process is the parent of its schedulers
-            _counts.append(Counts(f"{os.environ[MOVED]}{os.getppid()}-{manager.kv_args.engine_rank}", create=True, names=COUNTS))
-        for began, tokens, nbytes in posted:
-            for name, number in zip(COUNTS, (tokens, nbytes, int((time.perf_counter() - began) * 1e6))):
-                _counts[0].add(name, number)
+        for transfer in posted:
+            _count(manager, transfer)
     return outcome
+
+
+def _count(manager: Any, transfer: tuple[float, int, int]) -> None:
+    began, tokens, nbytes = transfer
+    took = int((time.perf_counter() - began) * 1e6)
+    with _making:
+        if not _counts:  # the engine's process is the parent of its schedulers
+            _counts.append(Counts(f"{os.environ[MOVED]}{os.getppid()}-{manager.kv_args.engine_rank}", create=True, names=COUNTS))
+    for name, number in zip(COUNTS, (tokens, nbytes, took)):
+        _counts[0].add(name, number)
 
 
 class Moved:
