@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from listening import listeners
 from test_rollout import VERSIONS, Rig
 
 from milkweed.rollout.sglang_pairs import PAGE
@@ -84,6 +85,13 @@ def test_tokens_are_those_of_one_engine_and_a_shared_beginning_is_computed_once(
     assert all(after[name]["computed"] == 0 for name in ("rollout0", "rollout1"))
     for c in rig.end(rig.begin([[*prompt(3), 9]] * 2, Sampling(temperature=0.7, max_tokens=1))):
         assert len(c.token_ids) == 1 and rig.worst(c) < 1e-4
+
+
+def test_what_the_two_sides_meet_by_listens_on_loopback_only(rig: Apart) -> None:
+    stats = rig.router.stats()
+    where = {f"{name} {part}": listeners(pid) for name, s in stats.items() for part, pid in s.pids.items()}
+    assert {address for found in where.values() for address in found} == {"127.0.0.1"}, where
+    assert len(where["prefill0 engine"]) > len(where["rollout0 engine"])
 
 
 def test_given_tokens_are_scored_where_prompts_are_computed(rig: Apart) -> None:
