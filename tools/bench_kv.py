@@ -7,9 +7,11 @@ Groups of 8 with a shared prompt of 500 tokens arrive together; conversations of
 and `reused` are SGLang's own counts of prompt tokens; `times` is how often a shared prompt (or a turn) was computed, 1 at
 best. Greedy tokens must be the same in every way of running; the first that differ end the benchmark. `cross_engine_hits` is the
 part of prompts that one engine computed and another read from files, `handover_saved` the same for samples handed over while they ran.
+`pd_tokens_equal` is 1 where an engine that prefills and one that decodes sample the tokens of one engine, else 0;
+`kv_over_nixl_raw` is the speed at which the KV of prompts goes from the first to the second, over that of NIXL alone for as many
+pages of that size between two processes, measured in turns with it.
 
-With --json the last line is one object. Its keys are numbers of the largest count of engines; what this version has no
-mechanism for is null, and the reason is printed.
+With --json the last line is one object. Its keys are numbers of the largest count of engines.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -30,10 +33,10 @@ WAYS = {
     "by prefix, one computes": [],
 }
 """What is on, as changes to the mesh file."""
-ABSENT = {
-    "pd_tokens_equal": "engines have no prefill and decode roles",
-    "kv_over_nixl_raw": "no KV travels over NIXL",
-}
+APART = ["rollout.prefill.replicas=1", "rollout.threads=1"]
+ROUNDS, WARM = 25, 20
+"""Prompts whose transfer is measured, and those before them: the first make the connection, all touch what KV there is for the
+first time."""
 
 
 async def measure(folder: Path, engines: int, groups: int, overrides: list[str]) -> dict[str, Any]:
@@ -125,6 +128,45 @@ async def across(folder: Path, groups: int) -> dict[str, float]:
             await router.close()
 
 
+async def moved(folder: Path) -> float:
+    """How fast KV goes from an engine that prefills to one that decodes, over NIXL alone: medians of ROUNDS prompts each."""
+    from kv_raw import Raw
+
+    from milkweed.config import load_mesh
+    from milkweed.fleet import Fleet
+    from milkweed.rollout import Router
+    from milkweed.rollout.sglang_pairs import PAGE
+    from milkweed.types import Sampling
+
+    one, length = Sampling(temperature=0.0, max_tokens=1), 992
+    async with await Fleet.start(load_mesh("local", ["rollout.replicas=1", *APART])) as fleet:
+        router = await Router.spawn(fleet, str(folder))
+        raw: Raw | None = None
+        try:
+            ours, alone = [], []
+            for number in range(-WARM, ROUNDS):
+                before = router.kv
+                await router.sample([(number * 53 + 7 * i) % 250 + 8 for i in range(length)], one)
+                while router.load["prefill0"]:
+                    await asyncio.sleep(0.01)
+                now = router.kv
+                tokens, nbytes, us = (now[k] - before[k] for k in ("moved_tokens", "moved_bytes", "moved_us"))
+                if raw is None:
+                    buffers = 2 * json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+                    raw = Raw(buffers, pages=16384 // PAGE, page_bytes=nbytes * PAGE // tokens // buffers)
+                seconds = await asyncio.to_thread(raw.write, tokens // PAGE)
+                if number >= 0:
+                    ours.append(nbytes / us / 1e3)
+                    alone.append(nbytes / seconds / 1e9)
+            mine, its = statistics.median(ours), statistics.median(alone)
+            print(f"KV of {length} tokens, {nbytes / 1e6:.1f} MB: {mine:.2f} GB/s between engines, {its:.2f} GB/s by NIXL alone", flush=True)
+            return mine / its
+        finally:
+            if raw is not None:
+                raw.close()
+            await router.close()
+
+
 def spent(before: dict[str, Any], after: dict[str, Any], seconds: float) -> dict[str, float]:
     return {key: after[key] - before[key] for key in ("computed", "reused")} | {"seconds": seconds}
 
@@ -148,7 +190,7 @@ def main() -> None:
         parser.error("--engines and --groups must be at least 1")
     from milkweed.models import new_qwen3
 
-    report: dict[str, Any] = dict.fromkeys(ABSENT)
+    report: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="bench-kv-") as folder:
         model = sharpened(new_qwen3(Path(folder) / "model", hidden=256, layers=6))
         reference = None
@@ -166,8 +208,12 @@ def main() -> None:
                     )  # fmt: skip
                 report |= {"engines": engines, "group_prefix_computed": result["groups"]["times"], "turn_computed": result["turns"]["times"]}
         report |= asyncio.run(across(model, arguments.groups))
-    for key, why in ABSENT.items():
-        print(f"{key}: null, since {why}")
+        result = asyncio.run(measure(model, 1, arguments.groups, APART))
+        report["pd_tokens_equal"] = float(result["tokens"] == reference)
+        for load in ("groups", "turns"):
+            r = result[load]
+            print(f"one prefills, one decodes           {load:6} computed {r['computed']:6} reused {r['reused']:6} in {r['seconds']:6.2f} s", flush=True)
+        report["kv_over_nixl_raw"] = asyncio.run(moved(model))
     if arguments.json:
         print(json.dumps(report))
 

@@ -160,7 +160,7 @@ class Scheduler:
         logprobs = [(-0.5, t, None) for t in new]
         return {"output_ids": new, "meta_info": {"output_token_logprobs": logprobs, "weight_versions": spans, "finish_reason": reason}}
 
-    async def generate(self, request_id: str, ids: list[int], sampling: Sampling, grown: Any) -> dict[str, Any]:
+    async def generate(self, request_id: str, ids: list[int], sampling: Sampling, grown: Any, pair: Any = None) -> dict[str, Any]:
         self.asked.append((ids, sampling.max_tokens))
         if grown is not None:
             grown(self.answer(ids, 2, None))
@@ -219,7 +219,7 @@ def test_an_engine_that_gives_requests_back_has_their_kv_written_once_before_it_
             self.calls: list[tuple[str, Any]] = []
             self.aborted: list[str] = []
 
-        async def generate(self, request_id: str, ids: list[int], sampling: Sampling, grown: Any) -> dict[str, Any]:
+        async def generate(self, request_id: str, ids: list[int], sampling: Sampling, grown: Any, pair: Any = None) -> dict[str, Any]:
             while request_id not in self.aborted:
                 await asyncio.sleep(0.005)
             await asyncio.sleep(0.01 * len(self.aborted))

@@ -156,6 +156,11 @@ def test_shipped_meshes_are_what_they_say() -> None:
         ("local", "reward_model.thread=2", "did you mean 'reward_model.threads'"),
         ("node8", "critic.data_parallel_shard=4", "rollout0 needs 1 GPU of one host; 8 of 8 are taken"),
         ("local", 'hosts.notice="/run/{rack}"', "only {host} may stand in braces"),
+        ("node8", "rollout.prefill.replicas=1", "rollout.replicas: rollout3 needs 1 GPU of one host; 8 of 8 are taken"),
+        ("node8", "rollout.prefill.replicas=5", "rollout.prefill.replicas: prefill4 needs 1 GPU of one host; 8 of 8 are taken"),
+        ("local", "rollout.prefill.replicas=-1", "rollout.prefill.replicas: -1 is too few; at least 0"),
+        ("local", "rollout.prefill.threads=0", "rollout.prefill.threads: 0 is too few; at least 1"),
+        ("local", "rollout.engine.disaggregation_mode=prefill", "rollout.engine.disaggregation_mode: say rollout.prefill.replicas instead"),
         ("lokal", "", "no mesh named 'lokal': did you mean 'local'?"),
     ],
 )
@@ -174,6 +179,29 @@ def test_a_critic_and_a_reward_model_have_places_of_their_own_where_the_mesh_say
         assert plain.place(role, 0) == plain.place("trainer", 0) and plain.degrees(role) == plain.trainer
     with pytest.raises(ConfigError, match="there is one critic, so critic1 has no place"):
         node.place("critic", 1)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("rollout.replicas=0", "rollout.replicas: 0, so nobody decodes what 2 engines prefill: at least 1, or rollout.prefill.replicas = 0"),
+        ("rollout.tensor_parallel=2", "rollout.tensor_parallel: 2, but engines that prefill or decode only have one rank: set 1, or"),
+        ("rollout.kv_tier.memory_ratio=2", "rollout.kv_tier.memory_ratio: no tier lies below engines that prefill or decode only: leave"),
+        ("hosts.orphan_grace_s=9", "hosts.orphan_grace_s: a new controller does not take over engines that prefill or decode only: set 0, or"),
+        ("teacher.prefill.replicas=1", "teacher.prefill.replicas: a teacher decodes nothing: give it more teacher.replicas instead"),
+    ],
+)
+def test_what_does_not_go_with_engines_that_only_prefill_is_refused_with_the_mend(override: str, words: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        config.load_mesh("local", ["rollout.prefill.replicas=2", override])
+    assert words in str(raised.value)
+
+
+def test_engines_that_prefill_have_places_and_teachers_stay_whole() -> None:
+    node = config.load_mesh("node8", ["rollout.prefill.replicas=2", "rollout.replicas=2", "rollout.prefill.threads=3"])
+    assert [node.place("prefill", i).gpus for i in (0, 1)] == [(4,), (5,)] and node.place("rollout", 1).gpus == (7,)
+    assert node.place("prefill", 0).threads == 3
+    assert config.load_mesh("local", ["rollout.prefill.replicas=1"]).place("prefill", 0).cpu
 
 
 def test_engine_options_pass_through() -> None:

@@ -98,6 +98,16 @@ class TierConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where the files are: in memory, or on a local disk."""
 
 
+class PrefillConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Engines that only compute prompts. Where there are any, those of [rollout] only decode: each sample goes to one of
+    either, and the KV of its prompt from the first to the second, over NIXL."""
+
+    replicas: int = 0
+    """How many engines prefill; 0: every engine does both."""
+    threads: int = 1
+    """CPU threads of each."""
+
+
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The engines that sample."""
 
@@ -128,6 +138,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     in_batch_prefix_caching: bool = True
     """Samples that wait in an engine beside others with the same beginning let one compute it, and then use it."""
     kv_tier: TierConfig = TierConfig()
+    prefill: PrefillConfig = PrefillConfig()
     engine: dict[str, Any] = {}
     """Handed to SGLang's ServerArgs as they are."""
 
@@ -266,6 +277,7 @@ class MeshConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise self._wrong(f"{key}.files_gb", "files are read through host memory: set memory_ratio too, 2 for one")
             if tier.files_gb and not Path(tier.folder).is_absolute():
                 raise self._wrong(f"{key}.folder", f"{tier.folder!r} must be a whole path, since every engine opens it")
+        self._check_prefill()
         for name in ("window_s", "settled_s", "first_s", "most_s"):
             if not 0 <= getattr(self.faults, name) < 1e7:
                 raise self._wrong(f"faults.{name}", f"{getattr(self.faults, name):g} is no time; 0 or more seconds")
@@ -286,9 +298,31 @@ class MeshConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 "hosts.gpus", f"{self.hosts.gpus}, but device is 'cpu'; set device = \"cuda\" or leave gpus out"
             )
 
+    def _check_prefill(self) -> None:
+        """What does not go together with engines that only prefill."""
+        part = self.rollout
+        for key, least in (("replicas", 0), ("threads", 1)):
+            if (value := getattr(part.prefill, key)) < least:
+                raise self._wrong(f"rollout.prefill.{key}", f"{value} is too few; at least {least}")
+        if self.teacher is not None and self.teacher.prefill.replicas:
+            raise self._wrong("teacher.prefill.replicas", "a teacher decodes nothing: give it more teacher.replicas instead")
+        if given := sorted(k for k in part.engine if k.startswith("disaggregation_")):
+            raise self._wrong(f"rollout.engine.{given[0]}", "say rollout.prefill.replicas instead; the rest follows from it")
+        if not part.prefill.replicas:
+            return
+        if not part.replicas:
+            raise self._wrong("rollout.replicas", f"0, so nobody decodes what {part.prefill.replicas} engines prefill: at least 1, or rollout.prefill.replicas = 0")
+        whole = "or let every engine do both (rollout.prefill.replicas = 0)"
+        if part.tensor_parallel != 1:
+            raise self._wrong("rollout.tensor_parallel", f"{part.tensor_parallel}, but engines that prefill or decode only have one rank: set 1, {whole}")
+        if part.kv_tier.memory_ratio:
+            raise self._wrong("rollout.kv_tier.memory_ratio", f"no tier lies below engines that prefill or decode only: leave kv_tier out, {whole}")
+        if self.hosts.orphan_grace_s:
+            raise self._wrong("hosts.orphan_grace_s", f"a new controller does not take over engines that prefill or decode only: set 0, {whole}")
+
     def _layout(self) -> dict[tuple[str, int], Place]:
-        """Every replica's place. GPUs go to trainer, reference, critic, reward model, rollout, teacher, in this order; a
-        replica stays on one host."""
+        """Every replica's place. GPUs go to trainer, reference, critic, reward model, prefill, rollout, teacher, in this
+        order; a replica stays on one host."""
         cpu = self.device == "cpu"
         free = [list(range(h * self.hosts.gpus, (h + 1) * self.hosts.gpus)) for h in range(self.hosts.count)]
         found: dict[tuple[str, int], Place] = {}
@@ -304,7 +338,7 @@ class MeshConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                     return
             have = self.hosts.count * self.hosts.gpus
             taken = have - sum(map(len, free))
-            key = f"{role}.replicas" if role in ("rollout", "teacher") else role
+            key = {"rollout": "rollout.replicas", "teacher": "teacher.replicas", "prefill": "rollout.prefill.replicas"}.get(role, role)
             raise self._wrong(
                 key,
                 f"{role}{index} needs {gpus} GPU{'s' * (gpus > 1)} of one host; {taken} of {have} are taken "
@@ -318,6 +352,8 @@ class MeshConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 put(role, 0, own.procs, own.threads)
             else:
                 found[role, 0] = found["trainer", 0]
+        for index in range(self.rollout.prefill.replicas):
+            put("prefill", index, self.rollout.tensor_parallel, self.rollout.prefill.threads)
         for index in range(max(self.rollout.replicas, self.rollout.max_replicas) + self.rollout.standby):
             put("rollout", index, self.rollout.tensor_parallel, self.rollout.threads)
             found["teacher", index] = found["rollout", index]

@@ -3,14 +3,35 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from milkweed.rollout.protocol import Begun, EngineReply, EngineRequest, Progress
 from milkweed.types import PolicyVersion, Sampling, VersionSpan
 
+if TYPE_CHECKING:
+    from milkweed.rollout.sglang_engine import SGLang
+
 NOTHING = Begun([], [], [])
+
+
+def refusal(r: EngineRequest, engine: SGLang | None) -> str | None:
+    """Why no engine like this one can serve the request, if so."""
+    who = f"sample {r.name or r.id}"
+    if not r.token_ids:
+        return f"{who}: the prompt is empty"
+    if engine is None:
+        return None
+    if len(r.token_ids) > engine.longest_prompt:
+        return (
+            f"{who}: its prompt has {len(r.token_ids)} tokens, the engine takes at most {engine.longest_prompt} "
+            f"(context of {engine.context_length}): shorten it, or raise context_length or max_total_tokens in "
+            "[rollout.engine]"
+        )
+    if r.sampling.seed is not None and not engine.deterministic:
+        return f"{who}: sampling.seed needs enable_deterministic_inference = true in [rollout.engine]"
+    return None
 
 
 def carries(sampling: Sampling) -> bool:
@@ -94,6 +115,8 @@ def finished(r: EngineRequest, answer: dict[str, Any]) -> EngineReply:
         error = f"{who}: a sampled token has a log-prob that is no finite number; are the weights finite?"
     elif ids and not _covered(versions, len(ids)):
         error = f"{who}: SGLang's version spans do not cover its {len(ids)} tokens"
+    elif r.pair is not None and (other := [s.version for s in versions if s.version != r.pair.version]):
+        error = f"{who}: its engine went on with version {other[0]} where both had agreed on {r.pair.version}"
     whole = join(r.begun, Begun(ids, logprobs, versions))
     reply = EngineReply(
         id=r.id,

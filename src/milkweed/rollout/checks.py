@@ -80,6 +80,13 @@ def check_image(staged: Staged, layout: str) -> None:
     _check_file(staged)
 
 
+def verify(staged: Staged) -> None:
+    """Reads it all. Raises TransferError where it is not what its digest says."""
+    from milkweed.transfer.staging import open_staged
+
+    open_staged(staged).verify()
+
+
 def _check_file(staged: Staged) -> None:
     try:
         length = os.stat(staged.path).st_size

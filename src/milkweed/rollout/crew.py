@@ -17,13 +17,22 @@ class Crew:
 
     def __init__(self, replicas: Sequence[EngineReplica], stats: Sequence[EngineStats], wanted: int) -> None:
         self.engines = [Engine(r, s) for r, s in zip(replicas, stats, strict=True)]
+        """Those that only prefill too; none of these stands by."""
         self.wanted = wanted
         self._gone_tokens = 0
         self._gone_busy_s = 0.0
         self._gone_prefilled: dict[str, dict[str, int]] = {}
-        for engine in self.engines[wanted:]:
+        for engine in [e for e in self.engines if not e.prefills][wanted:]:
             engine.standby = True
-        self.by_load = ByLoad(self.engines)
+        self._sort()
+
+    def _sort(self) -> None:
+        self.by_load = ByLoad([e for e in self.engines if not e.prefills])
+        self.prefill_by_load = ByLoad([e for e in self.engines if e.prefills])
+
+    def changed(self, engine: Engine) -> None:
+        """Its load or fitness may have changed."""
+        (self.prefill_by_load if engine.prefills else self.by_load).changed(engine)
 
     def __iter__(self) -> Iterator[Engine]:
         return iter(self.engines)
@@ -43,7 +52,7 @@ class Crew:
         engine = Engine(replica, stats)
         engine.standby, engine.stale = True, "it has not got the weights yet"
         self.engines.append(engine)
-        self.by_load = ByLoad(self.engines)
+        self._sort()
         return engine
 
     def remove(self, engine: Engine) -> None:
@@ -53,15 +62,17 @@ class Crew:
         self._gone_tokens += engine.stats.tokens
         self._gone_busy_s = max(self._gone_busy_s, engine.stats.busy_s - engine.busy_at_start)
         self._gone_prefilled[engine.replica.name] = gone
-        self.by_load = ByLoad(self.engines)
+        self._sort()
 
     def muster(self) -> None:
         """Engines that stand by step in where fewer than `wanted` serve."""
-        serving = [e for e in self.living if not e.standby and not e.leaving]
+        serving = [e for e in self.living if not (e.standby or e.leaving or e.prefills)]
         ready = [e for e in self.living if e.standby and e.stale is None and not e.leaving]
-        for engine in ready[: max(0, self.wanted - len([e for e in serving if e.stale is None]))]:
+        wanted = [e for e in ready if not e.prefills][: max(0, self.wanted - len([e for e in serving if e.stale is None]))]
+        for engine in [*wanted, *(e for e in ready if e.prefills)]:
             engine.standby = False
         self.by_load.rebuild()
+        self.prefill_by_load.rebuild()
 
     # ---- what they did
 
@@ -74,13 +85,15 @@ class Crew:
         """Since the router began, in all and by engine's name: tokens of finished samples' prompts that were `computed` when
         the sample was begun, and those `reused`, whose KV was there. What updates made engines compute again is in neither.
         With a tier below the engines also how many of those reused came `from_memory` and `from_files`, and what was done
-        with pages in files (`pages.COUNTS`)."""
+        with pages in files (`pages.COUNTS`). Engines that only prefill say how many tokens' KV they `moved` to others
+        (`sglang_pairs.COUNTS`); those that only decode compute none."""
         by_name = {name: dict(counts) for name, counts in self._gone_prefilled.items()}
         for e in self.engines:
             s, counts = e.stats, by_name.setdefault(e.replica.name, {})
             now = {"computed": s.prompt_tokens - s.cached_tokens, "reused": s.cached_tokens}
             if s.cached_memory or s.files:
                 now |= {"from_memory": s.cached_memory, "from_files": s.cached_files} | s.files
+            now |= s.moved
             for key, number in now.items():
                 counts[key] = counts.get(key, 0) + number
         keys = dict.fromkeys(["computed", "reused", *(key for counts in by_name.values() for key in counts)])

@@ -14,11 +14,13 @@ import msgspec
 
 from milkweed.errors import MilkweedError, TransferError
 from milkweed.fleet.memory import freeze
-from milkweed.rollout.answers import NOTHING, carries, finished, join, remaining, scored, since, so_far
-from milkweed.rollout.checks import check_image, check_staged, folder_tensors, tied
+from milkweed.rollout import sglang_pairs
+from milkweed.rollout.answers import NOTHING, carries, finished, join, refusal, remaining, scored, since, so_far
+from milkweed.rollout.checks import check_image, check_staged, folder_tensors, tied, verify
 from milkweed.rollout.keeping import Keeping
 from milkweed.rollout.protocol import (
     Begun,
+    Blame,
     Collected,
     CommitReport,
     EngineReply,
@@ -67,12 +69,15 @@ class RolloutEngine:
         self._busy_s = self._idle_at = 0.0
         self._requests = self._tokens = self._prompt_tokens = 0
         self._cached_tokens = self._cached_memory = self._cached_files = 0
+        self._port = sglang_pairs.Port() if spec.role == "prefill" else None
+        self._moved = sglang_pairs.Moved()
 
     # ---- life
 
     async def start(self) -> EngineStats:
         """Loads the model; returns when the engine serves. Blocks the event loop meanwhile (the engine's processes
-        live as long as the thread that starts them). Raises ConfigError, DataError or EngineDied."""
+        live as long as the thread that starts them). Raises ConfigError, DataError, EngineDied, or TransferError where it
+        prefills and would not be met."""
         if self._sglang is not None:
             return self.stats()  # for another controller, long ago
         c = self.spec
@@ -84,9 +89,11 @@ class RolloutEngine:
                 dtype=c.dtype,
                 tensor_parallel=c.tensor_parallel,
                 version=str(c.version),
-                overrides=c.arguments,
+                overrides=sglang_pairs.arguments(c.role, cpu=c.cpu, port=self._port.number if self._port else 0) | c.arguments,
             )
         )
+        if self._port is not None:
+            self._port.met()
         self._watcher = asyncio.create_task(self._watch(), name="watch the engine's processes")
         freeze()
         return self.stats()
@@ -99,6 +106,8 @@ class RolloutEngine:
             self._die("the engine was closed")
         if self._sglang is not None:
             self._sglang.close()
+        if self._port is not None:
+            self._port.close()
 
     async def _watch(self) -> None:
         while self._state != "dead":
@@ -135,11 +144,14 @@ class RolloutEngine:
         """Takes requests; returns at once. Each is answered once, by `collect`."""
         for r in requests:
             self._requests += 1
-            if refusal := self._refusal(r):
-                self._reply(EngineReply(id=r.id, finish_reason="error", error=refusal, blame="request"))
+            if why := refusal(r, self._sglang):
+                self._reply(EngineReply(id=r.id, finish_reason="error", error=why, blame="request"))
             elif self._state != "serving" or self._sglang is None:
                 cause = f"the engine serves nothing ({self._state}): {self._cause or 'it was not started'}"
                 self._reply(EngineReply(id=r.id, finish_reason="error", error=cause, blame="engine"))
+            elif r.pair is not None and r.pair.version != self.version:
+                cause = f"the engine serves {self.version}, the pair was made for {r.pair.version}"
+                self._reply(EngineReply(id=r.id, finish_reason="error", error=cause, blame="pair"))
             else:
                 if self._busy_since is None:
                     self._busy_since = time.monotonic()
@@ -211,6 +223,8 @@ class RolloutEngine:
             cached_memory=self._cached_memory,
             cached_files=self._cached_files,
             files=engine.files() if engine else {},
+            moved=self._moved.read(),
+            port=self._port.number if self._port else 0,
             busy_s=busy,
             idle_at=self._idle_at,
             start_s=engine.start_s if engine else 0.0,
@@ -219,29 +233,12 @@ class RolloutEngine:
             pids={"engine": os.getpid()} | (engine.pids if engine else {}),
         )
 
-    def _refusal(self, r: EngineRequest) -> str | None:
-        """Why no engine like this one can serve the request, if so."""
-        who, engine = f"sample {r.name or r.id}", self._sglang
-        if not r.token_ids:
-            return f"{who}: the prompt is empty"
-        if engine is None:
-            return None
-        if len(r.token_ids) > engine.longest_prompt:
-            return (
-                f"{who}: its prompt has {len(r.token_ids)} tokens, the engine takes at most {engine.longest_prompt} "
-                f"(context of {engine.context_length}): shorten it, or raise context_length or max_total_tokens in "
-                "[rollout.engine]"
-            )
-        if r.sampling.seed is not None and not engine.deterministic:
-            return f"{who}: sampling.seed needs enable_deterministic_inference = true in [rollout.engine]"
-        return None
-
     async def _sample(self, r: EngineRequest) -> None:
         engine = self._sglang
         assert engine is not None
         try:
             if r.score is not None:
-                reply = scored(r, await engine.score(r.id, r.token_ids, r.score))
+                reply = scored(r, await engine.score(r.id, r.token_ids, r.score, self.spec.role))
                 self._prompt_tokens += len(r.token_ids)
             else:
                 reply = await self._generate(engine, r)
@@ -249,8 +246,10 @@ class RolloutEngine:
         except asyncio.CancelledError:
             return  # the canceller has answered
         except Exception as e:  # whatever SGLang refuses or fails at, only this request is lost
-            cause = f"sample {r.name or r.id}: {type(e).__name__}: {getattr(e, 'detail', None) or e}"
-            reply = EngineReply(id=r.id, finish_reason="error", error=cause)
+            why = getattr(e, "detail", None) or str(e)
+            cause = f"sample {r.name or r.id}: {type(e).__name__}: {why}"
+            blame: Blame = "pair" if r.pair is not None and sglang_pairs.broken(why) else "sampling"
+            reply = EngineReply(id=r.id, finish_reason="error", error=cause, blame=blame)
         self._finish(reply)
 
     async def _generate(self, engine: SGLang, r: EngineRequest) -> EngineReply:
@@ -264,9 +263,18 @@ class RolloutEngine:
             if (more := so_far(answer)) is not None and r.id in self._begun:
                 self._begun[r.id] = join(r.begun, more)
 
-        sampling, ids = remaining(r.sampling, r.begun), r.token_ids + begun.token_ids
-        reply = finished(r, await engine.generate(r.id, ids, sampling, note if carries(sampling) else None))
-        self._tokens += len(reply.token_ids) - len(begun.token_ids)
+        sampling, ids, prefills = remaining(r.sampling, r.begun), r.token_ids + begun.token_ids, self.spec.role == "prefill"
+        tell = note if carries(sampling) and not prefills else None
+        reply = finished(r, await engine.generate(r.id, ids, sampling, tell, r.pair))
+        if reply.error is not None and r.pair is not None:
+            reply.blame = "pair"
+        if self.spec.role == "decode":  # what it was sent is counted where it was computed
+            self._tokens += len(reply.token_ids) - len(begun.token_ids)
+            return reply
+        if prefills:  # the first token is told, and counted, by the engine that goes on
+            reply.token_ids, reply.logprobs, reply.versions = [], [], []
+        else:
+            self._tokens += len(reply.token_ids) - len(begun.token_ids)
         self._prompt_tokens += len(ids)
         self._cached_tokens += reply.cached_tokens
         self._cached_memory += reply.cached_memory
@@ -333,7 +341,7 @@ class RolloutEngine:
                     check_image(staged, self._layout_digest)
                 else:
                     check_staged(staged, self._expected, is_tied=self._tied)
-                    await asyncio.to_thread(_verify, staged)  # the engine goes on decoding
+                    await asyncio.to_thread(verify, staged)  # the engine goes on decoding
             except TransferError as e:
                 return self._report(False, f"refused, nothing changed: {e}")
             verify_ms = round((time.perf_counter() - start) * 1e3, 3)
@@ -341,20 +349,12 @@ class RolloutEngine:
             changed_only = staged.ranges is not None and held is not None and held.layout == staged.layout
             changed_only = changed_only and staged.base == self.version and self._state == "serving"
             encoded = lambda s: msgspec.json.encode(s).decode() if s is not None else ""  # noqa: E731
+            how = {
+                "staged": encoded(staged), "previous": encoded(self._staged), "folder": self.spec.model,
+                "version": str(staged.version), "head": not self._tied, "fault": fault, "changed_only": bool(changed_only),
+            }  # fmt: skip
             try:
-                ok, message = await engine.call(
-                    METHOD,
-                    {
-                        "staged": encoded(staged),
-                        "previous": encoded(self._staged),
-                        "folder": self.spec.model,
-                        "version": str(staged.version),
-                        "head": not self._tied,
-                        "fault": fault,
-                        "changed_only": bool(changed_only),
-                    },
-                    deadline_s,
-                )
+                ok, message = await sglang_pairs.when_idle(lambda: engine.call(METHOD, how, deadline_s), deadline_s / 2)
             except EngineDied as e:
                 # nobody knows what it serves now: it must not serve again
                 self._die(str(e))
@@ -387,9 +387,3 @@ class RolloutEngine:
         if self._sglang is None or self._state == "dead":
             raise MilkweedError(f"no checksum: {self._cause or 'the engine was not started'}")
         return await self._sglang.checksum()
-
-
-def _verify(staged: Staged) -> None:
-    from milkweed.transfer.staging import open_staged
-
-    open_staged(staged).verify()

@@ -7,11 +7,13 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from milkweed.errors import MilkweedError, RemoteError
 from milkweed.fleet.processes import by_token
-from milkweed.rollout import pages
+from milkweed.rollout import pages, sglang_pairs
 from milkweed.rollout.actor import EngineActor
-from milkweed.rollout.protocol import EngineSpec, EngineStats, decode_stats, encode
+from milkweed.rollout.protocol import EngineRole, EngineSpec, EngineStats, decode_stats, encode
 from milkweed.rollout.sglang_engine import engine_environment
 from milkweed.types import PolicyVersion
 
@@ -37,8 +39,9 @@ class Launcher:
             arguments=self._tier(c.kv_tier, str(model), version, cpu) | c.engine,
             cpu=cpu,
         )
-        self._env = engine_environment(
-            cpu=cpu, tensor_parallel=c.tensor_parallel, threads=c.threads, share_prefill=c.in_batch_prefix_caching,
+        self._apart = role == "rollout" and c.prefill.replicas > 0
+        self._environment = lambda threads: engine_environment(
+            cpu=cpu, tensor_parallel=c.tensor_parallel, threads=threads, share_prefill=c.in_batch_prefix_caching,
             tier=c.kv_tier.files_gb > 0,
         )
 
@@ -59,15 +62,20 @@ class Launcher:
         }  # fmt: skip
         return arguments | {"hicache_storage_backend": "dynamic", "hicache_storage_backend_extra_config": json.dumps(backend)}
 
-    async def one(self, index: int) -> tuple[Replica, EngineStats]:
-        """Engine `index`. Raises FleetError, ConfigError or DataError; nothing is left of it then."""
-        spec, env, within = encode(self._spec), self._env, self.deadline_s
+    async def one(self, index: int, role: str = "") -> tuple[Replica, EngineStats]:
+        """Engine `index` of `role` ("prefill", or the launcher's own). Raises FleetError, ConfigError or DataError; nothing is
+        left of it then."""
+        c, role = self.fleet.mesh.engines(self.role), role or self.role
+        kind: EngineRole = "whole" if not self._apart else "prefill" if role == "prefill" else "decode"
+        spec, within = encode(msgspec.structs.replace(self._spec, role=kind)), self.deadline_s
+        env = self._environment(c.prefill.threads if kind == "prefill" else c.threads)
+        env |= sglang_pairs.environment(kind, f"/dev/shm/mw-{self.fleet.token}-moved-")
         replica: Replica
         if self.fleet.mesh.hosts.orphan_grace_s:
             target = "milkweed.rollout.service:EngineService"
-            replica = await self.fleet.serve(self.role, index, target, spec, env=env, deadline_s=within)
+            replica = await self.fleet.serve(role, index, target, spec, env=env, deadline_s=within)
         else:
-            replica = await self.fleet.spawn(self.role, index, EngineActor, spec, env=env, deadline_s=within)
+            replica = await self.fleet.spawn(role, index, EngineActor, spec, env=env, deadline_s=within)
         try:
             return replica, decode_stats(await replica.call_one("start", deadline_s=self.deadline_s))
         except BaseException as e:
@@ -77,13 +85,15 @@ class Launcher:
             raise
 
     async def all(self) -> list[tuple[Replica, EngineStats]]:
-        """Every engine of the mesh, those that stand by last. Raises as `one`; none is left then."""
+        """Every engine of the mesh, those that stand by last, those that prefill after them. Raises as `one`; none is left
+        then."""
         c = self.fleet.mesh.engines(self.role)
         if c.kv_tier.files_gb:  # what runs that are gone have left may be many gigabytes
             own = self.fleet.token
             await asyncio.to_thread(pages.sweep, Path(c.kv_tier.folder), lambda other: other == own or bool(by_token(other)))
-        count = range(c.replicas + c.standby)
-        started = await asyncio.gather(*(self.one(i) for i in count), return_exceptions=True)
+        places = [(i, self.role) for i in range(c.replicas + c.standby)]
+        places += [(i, "prefill") for i in range(c.prefill.replicas if self._apart else 0)]
+        started = await asyncio.gather(*(self.one(*place) for place in places), return_exceptions=True)
         up = [s for s in started if not isinstance(s, BaseException)]
         if errors := [s for s in started if isinstance(s, BaseException)]:
             await asyncio.gather(*(replica.stop() for replica, _ in up))

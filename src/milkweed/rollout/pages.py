@@ -34,16 +34,17 @@ _LOOK_S = 5.0
 
 
 class Counts:
-    """Numbers that one process counts and others read: a file of as many int64 as `COUNTS` has names."""
+    """Numbers that one process counts and others read: a file of as many int64 as there are `names`."""
 
-    def __init__(self, path: str | Path, *, create: bool = False) -> None:
+    def __init__(self, path: str | Path, *, create: bool = False, names: tuple[str, ...] = COUNTS) -> None:
+        self._names = names
         flags = os.O_RDWR | (os.O_CREAT if create else 0)
         fd = os.open(path, flags, 0o600)
         try:
             if create:
                 os.truncate(fd, 0)
-                os.truncate(fd, 8 * len(COUNTS))
-            self._map = mmap.mmap(fd, 8 * len(COUNTS))
+                os.truncate(fd, 8 * len(names))
+            self._map = mmap.mmap(fd, 8 * len(names))
         finally:
             os.close(fd)
         self._numbers = memoryview(self._map).cast("q")
@@ -51,10 +52,10 @@ class Counts:
 
     def add(self, name: str, number: int = 1) -> None:
         with self._lock:
-            self._numbers[COUNTS.index(name)] += number
+            self._numbers[self._names.index(name)] += number
 
     def read(self) -> dict[str, int]:
-        return dict(zip(COUNTS, self._numbers))
+        return dict(zip(self._names, self._numbers))
 
 
 class Pages:

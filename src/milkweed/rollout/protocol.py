@@ -18,6 +18,14 @@ EngineState = Literal["serving", "broken", "dead"]
 commit succeeds. dead: a process of the engine is gone or does not answer; it never serves again."""
 
 
+EngineRole = Literal["whole", "prefill", "decode"]
+"""whole: an engine that samples by itself. prefill: it computes prompts and sends their KV away. decode: it samples from
+KV that it is sent."""
+
+
+Blame = Literal["request", "sampling", "engine", "pair"]
+
+
 class SampleError(MilkweedError):
     """An engine failed at one request, and at no other; the message names the sample."""
 
@@ -32,6 +40,7 @@ class EngineSpec(msgspec.Struct, kw_only=True):
     version: PolicyVersion = PolicyVersion()
     arguments: dict[str, Any] = {}
     cpu: bool = True
+    role: EngineRole = "whole"
 
 
 class Begun(msgspec.Struct, array_like=True):
@@ -50,6 +59,15 @@ class Progress(msgspec.Struct, array_like=True):
     more: Begun
 
 
+class Pair(msgspec.Struct, array_like=True):
+    """What the two engines of a sample must agree on: where the one that prefills is met (`port`, on loopback), under which
+    number (`room`, never used twice), and the `version` that both serve."""
+
+    port: int
+    room: int
+    version: PolicyVersion
+
+
 class EngineRequest(msgspec.Struct, array_like=True):
     """One completion to sample, or a sequence to score. `name` says whose it is in error messages."""
 
@@ -62,11 +80,15 @@ class EngineRequest(msgspec.Struct, array_like=True):
     1 and with the first one's 0, and of this many likeliest words for each."""
     begun: Begun | None = None
     """What another engine has sampled of it; the reply is of the whole."""
+    pair: Pair | None = None
+    """For engines that prefill or decode only. Both get the same request; the one that prefills answers, without tokens,
+    when its KV has been moved."""
 
 
 class EngineReply(msgspec.Struct, array_like=True, kw_only=True):
     """What became of one request. With `error` set, `blame` tells what failed: the request itself (it fits no engine
-    like this one), its sampling, or the engine (another one may do better, and go on from the tokens that are here)."""
+    like this one), its sampling, the engine (another one may do better, and go on from the tokens that are here), or the
+    pair: its KV did not get from one engine to the other."""
 
     id: str
     token_ids: list[int] = []
@@ -79,7 +101,7 @@ class EngineReply(msgspec.Struct, array_like=True, kw_only=True):
     cached_files: int = 0
     """Of `cached_tokens`, those from the tier below: from host memory, and from files."""
     error: str | None = None
-    blame: Literal["request", "sampling", "engine"] = "sampling"
+    blame: Blame = "sampling"
     top_ids: list[list[int]] = []
     top_logprobs: list[list[float]] = []
     """Of a scored sequence: the likeliest words for each token after the first, best first."""
@@ -88,7 +110,8 @@ class EngineReply(msgspec.Struct, array_like=True, kw_only=True):
 class EngineStats(msgspec.Struct, kw_only=True):
     """`busy_s` is the wall time with at least one request running, `tokens` counts sampled tokens; both since start.
     Of `prompt_tokens`, those of finished requests, `cached_tokens` were not computed. `pool_tokens` is what its KV has room
-    for; `files` what `pages.COUNTS` names, where it has a tier of files. `idle_at` is when the last request ended (Unix time).
+    for; `files` what `pages.COUNTS` names, where it has a tier of files; `moved` what it sent away of KV as an engine that
+    prefills (`sglang_pairs.COUNTS`), and `port` where it is met. `idle_at` is when the last request ended (Unix time).
     `pids` are the engine's own processes by name."""
 
     version: PolicyVersion
@@ -102,6 +125,8 @@ class EngineStats(msgspec.Struct, kw_only=True):
     cached_memory: int = 0
     cached_files: int = 0
     files: dict[str, int] = {}
+    moved: dict[str, int] = {}
+    port: int = 0
     busy_s: float = 0.0
     idle_at: float = 0.0
     start_s: float = 0.0

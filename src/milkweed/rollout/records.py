@@ -46,11 +46,13 @@ class UpdateReport(msgspec.Struct):
 class Pending:
     """One sample on its way. `engine` is where it was sent, None while it waits for room."""
 
-    __slots__ = ("request", "future", "engine", "lost", "blocks", "begun", "sent_at")
+    __slots__ = ("request", "future", "engine", "prefill", "lost", "blocks", "begun", "sent_at")
 
     def __init__(self, request: EngineRequest, future: asyncio.Future[EngineReply]) -> None:
         self.request, self.future = request, future
         self.engine: Engine | None = None
+        self.prefill: Engine | None = None
+        """Who prefills it, where `engine` only decodes."""
         self.blocks: tuple[PolicyVersion, list[int]] | None = None
         """What `affinity.blocks` makes of its prompt under a version."""
         self.lost: list[str] = []
@@ -61,7 +63,7 @@ class Pending:
 
     def elsewhere(self) -> None:
         """Its engine has it no more; the next one goes on from the tokens that are known."""
-        self.engine = None
+        self.engine = self.prefill = None
         begun = usable(self.begun, self.request.sampling)
         self.request = msgspec.structs.replace(self.request, begun=begun)
         self.begun = join(begun, NOTHING) if begun is not None else None  # its own, to grow
@@ -102,6 +104,8 @@ class Engine:
 
     def __init__(self, replica: EngineReplica, stats: EngineStats) -> None:
         self.replica, self.stats = replica, stats
+        self.prefills = stats.port != 0
+        """It only prefills, for others that decode."""
         self.pending: dict[str, Pending] = {}
         self.outbox: list[EngineRequest] = []
         self.aborts: list[str] = []

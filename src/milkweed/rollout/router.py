@@ -64,7 +64,7 @@ class Router(Updates):
     ) -> None:
         if len(replicas) <= standby:
             raise ValueError("a router needs at least one engine that serves")
-        self.crew = Crew(replicas, stats, len(replicas) - standby)
+        self.crew = Crew(replicas, stats, len([s for s in stats if not s.port]) - standby)
         self.on_lost: Callable[[EngineReplica, FleetError], None] | None = None
         """Told of every engine that failed, once."""
         self.launcher: Launcher | None = None
@@ -103,6 +103,10 @@ class Router(Updates):
         launcher = Launcher(fleet, model, role=role, version=version, dtype=dtype, deadline_s=deadline_s)
         up = await launcher.all()
         c, replicas, stats = fleet.mesh.engines(role), [r for r, _ in up], [s for _, s in up]
+        if any(s.port for s in stats):
+            from milkweed.rollout.pairing import PairedRouter
+
+            cls = PairedRouter
         router = cls(replicas, stats, max_in_flight=max_in_flight, standby=c.standby, overlap_score_weight=c.overlap_score_weight)
         router.launcher = launcher
         return router
@@ -195,9 +199,12 @@ class Router(Updates):
 
     def _put(self, p: Pending, engine: Engine) -> None:
         p.engine = engine
-        engine.pending[p.request.id] = p
         p.sent_at = asyncio.get_running_loop().time()
-        self.crew.by_load.changed(engine)
+        self._give(p, engine)
+
+    def _give(self, p: Pending, engine: Engine) -> None:
+        engine.pending[p.request.id] = p
+        self.crew.changed(engine)
         engine.outbox.append(p.request)
         if len(engine.outbox) == 1:
             self._spawn(self._send(engine))
@@ -206,26 +213,37 @@ class Router(Updates):
 
     def _drop(self, p: Pending) -> None:
         """Forgets `p`; what its engine still does for it is stopped."""
-        engine = p.engine
-        if engine is None:
+        if p.engine is None:
             if p in self._waiting:
                 self._waiting.remove(p)
-        elif engine.pending.pop(p.request.id, None) is not None:
-            self.crew.by_load.changed(engine)
-            if p.request in engine.outbox:
-                engine.outbox.remove(p.request)
-            elif engine.dead is None:
-                engine.aborts.append(p.request.id)
-                if len(engine.aborts) == 1:
-                    self._spawn(self._send_aborts(engine))
+        elif self._take_back(p, p.engine):
             self._fill()
 
+    def _take_back(self, p: Pending, engine: Engine) -> bool:
+        """Whether `engine` had it; it stops then."""
+        if engine.pending.pop(p.request.id, None) is None:
+            return False
+        self.crew.changed(engine)
+        if p.request in engine.outbox:
+            engine.outbox.remove(p.request)
+        elif engine.dead is None:
+            engine.aborts.append(p.request.id)
+            if len(engine.aborts) == 1:
+                self._spawn(self._send_aborts(engine))
+        return True
+
     def _fill(self) -> None:
-        while self._waiting:
-            engine = self.crew.by_load.least()
-            if engine is None or len(engine.pending) >= self.max_in_flight:
-                return
+        while self._waiting and self._room():
             self._place(self._waiting.popleft())
+
+    def _room(self) -> bool:
+        """Whether a sample can be given to somebody now."""
+        engine = self.crew.by_load.least()
+        return engine is not None and len(engine.pending) < self.max_in_flight
+
+    def _served(self) -> bool:
+        """Whether samples can be given to somebody at all."""
+        return any(e.usable for e in self.crew)
 
     async def _send(self, engine: Engine) -> None:
         await asyncio.sleep(0)  # let everyone who asks in this turn come aboard
@@ -265,7 +283,7 @@ class Router(Updates):
 
     def _take(self, engine: Engine, collected: Collected) -> None:
         engine.stats = stats = collected.stats
-        again: list[Pending] = []
+        again: list[tuple[Pending, str]] = []
         for news in collected.progress:
             if (p := engine.pending.get(news.id)) is not None:
                 p.begun = grown(p.begun, news)
@@ -273,25 +291,30 @@ class Router(Updates):
             p = engine.pending.pop(reply.id, None)
             if p is None or p.future.done():  # cancelled here, or sent elsewhere since
                 continue
-            if reply.error is not None and reply.blame == "engine":
+            failed = reply.error is not None and reply.blame in ("engine", "pair")
+            given_back = engine.parting and (reply.finish_reason == "abort" or (failed and reply.blame == "pair"))
+            if (failed or given_back) and reply.token_ids:
                 p.begun = Begun(reply.token_ids, reply.logprobs, reply.versions)
-                again.append(p)
-            elif engine.parting and reply.finish_reason == "abort":
-                p.begun = Begun(reply.token_ids, reply.logprobs, reply.versions)
+            if given_back:
                 self._hand_over(engine, [p])
+            elif failed:
+                again.append((p, str(reply.error)))
             else:
-                self._prefixes.sampled(engine, p, reply.token_ids)
-                engine.paced(p, len(reply.token_ids), asyncio.get_running_loop().time())
-                p.future.set_result(reply)
-        self.crew.by_load.changed(engine)
+                self._done(engine, p, reply)
+        self.crew.changed(engine)
         if stats.state == "dead":
-            self._lose(engine, PeerDied(engine.replica.name, "died", stats.cause), again)
+            self._lose(engine, PeerDied(engine.replica.name, "died", stats.cause), [p for p, _ in again])
             return
         if stats.state == "broken" and engine.stale is None:
             engine.stale = stats.cause
-        for p in again:
-            self._resend(p, stats.cause)
+        for p, cause in again:
+            self._resend(engine, p, stats.cause or cause)
         self._fill()
+
+    def _done(self, engine: Engine, p: Pending, reply: EngineReply) -> None:
+        self._prefixes.sampled(engine, p, reply.token_ids)
+        engine.paced(p, len(reply.token_ids), asyncio.get_running_loop().time())
+        p.future.set_result(reply)
 
     def _lose(self, engine: Engine, error: FleetError, more: Sequence[Pending] = ()) -> None:
         """The engine serves no more; its samples go on elsewhere."""
@@ -303,8 +326,8 @@ class Router(Updates):
         engine.outbox, engine.aborts = [], []
         lost, engine.pending = [*more, *engine.pending.values()], {}
         for p in lost:
-            self._resend(p, str(error))
-        if not self.expects and not any(e.usable for e in self.crew):
+            self._resend(engine, p, str(error))
+        if not self.expects and not self._served():
             waiting, self._waiting = self._waiting, deque()
             for p in waiting:
                 self._place(p)
@@ -313,10 +336,10 @@ class Router(Updates):
             if self.on_lost is not None and not engine.leaving:
                 self.on_lost(engine.replica, error)
 
-    def _resend(self, p: Pending, cause: str) -> None:
-        if p.engine is not None:
-            p.lost.append(p.engine.replica.name)
-            p.elsewhere()
+    def _resend(self, engine: Engine, p: Pending, cause: str) -> None:
+        """To others than `engine`, which failed under it, or the same with others."""
+        p.lost.append(engine.replica.name)
+        p.elsewhere()
         if p.future.done():
             return
         if len(p.lost) > RESENDS:
@@ -335,29 +358,6 @@ class Router(Updates):
         task.add_done_callback(self._tasks.discard)
 
     # ---- looking
-
-    def versions(self) -> dict[str, PolicyVersion]:
-        """What each living engine serves."""
-        return {e.replica.name: e.stats.version for e in self.crew.living}
-
-    def stats(self) -> dict[str, EngineStats]:
-        """The last each engine said of itself, the dead ones too."""
-        return {e.replica.name: e.stats for e in self.crew}
-
-    @property
-    def load(self) -> dict[str, int]:
-        """Samples in flight on each engine, and those that wait here under ""."""
-        return {e.replica.name: len(e.pending) for e in self.crew} | {"": len(self._waiting)}
-
-    @property
-    def tokens(self) -> int:
-        """Tokens sampled by all engines since they started."""
-        return self.crew.tokens
-
-    @property
-    def kv(self) -> dict[str, Any]:
-        """Since the router began: `Crew.prefilled`; samples that went to their prefix, and past it to less busy engines."""
-        return self.crew.prefilled() | {"prefix_hits": self._prefixes.hits, "prefix_passed": self._prefixes.passed}
 
     @property
     def busy_s(self) -> float:

@@ -25,10 +25,12 @@ from typing import TYPE_CHECKING, Any
 
 from milkweed.errors import ConfigError, DataError, MilkweedError
 from milkweed.fleet.loopback import keep_stores
+from milkweed.rollout import sglang_pairs
 from milkweed.rollout.pages import Counts
 from milkweed.rollout.sglang_kv import SHARE, TIER
 
 if TYPE_CHECKING:
+    from milkweed.rollout.protocol import EngineRole, Pair
     from milkweed.types import Sampling
 
 SGLANG_VERSION = "0.5.23"
@@ -184,10 +186,11 @@ class SGLang:
         return None
 
     async def generate(
-        self, request_id: str, token_ids: list[int], sampling: Sampling, grown: Callable[[dict[str, Any]], None] | None = None
-    ) -> dict[str, Any]:
+        self, request_id: str, token_ids: list[int], sampling: Sampling, grown: Callable[[dict[str, Any]], None] | None = None,
+        pair: Pair | None = None,
+    ) -> dict[str, Any]:  # fmt: skip
         """SGLang's own answer: `output_ids` and `meta_info`; `grown` hears of it as it grows. Raises ValueError for what
-        SGLang refuses."""
+        SGLang refuses. `pair` is for an engine that prefills (it answers with one token) or decodes only."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         params: dict[str, Any] = {
@@ -207,8 +210,9 @@ class SGLang:
         if stream:
             params["stream_interval"] = max(STREAM_EVERY, sampling.max_tokens // 64)
         ask = GenerateReqInput(
-            input_ids=token_ids, sampling_params=params, rid=request_id, return_logprob=True, stream=stream
-        )
+            input_ids=token_ids, sampling_params=params, rid=request_id, return_logprob=True, stream=stream,
+            **sglang_pairs.asked(pair),
+        )  # fmt: skip
         if not stream or grown is None:
             return await self._first(ask)
         async for answer in self._manager.generate_request(ask, None):
@@ -221,7 +225,7 @@ class SGLang:
                 return answer
         raise ValueError("SGLang returned nothing")
 
-    async def score(self, request_id: str, token_ids: list[int], top: int) -> dict[str, Any]:
+    async def score(self, request_id: str, token_ids: list[int], top: int, role: EngineRole = "whole") -> dict[str, Any]:
         """SGLang's own answer to a prompt without a completion: `meta_info` with `input_token_logprobs` and
         `input_top_logprobs`, at temperature 1 whatever is asked. Raises ValueError for what SGLang refuses."""
         from sglang.srt.managers.io_struct import GenerateReqInput
@@ -234,6 +238,7 @@ class SGLang:
             logprob_start_len=0,
             top_logprobs_num=top,
             stream=False,
+            **sglang_pairs.alone(role),
         )
         return await self._first(ask)
 

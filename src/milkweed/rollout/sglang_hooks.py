@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from milkweed.rollout import sglang_kv
+from milkweed.rollout import sglang_kv, sglang_pairs
 
 METHOD = "milkweed_commit"
 LAYOUT = "milkweed_layout"
@@ -32,6 +32,7 @@ def register() -> None:
         HookRegistry.register("sglang.srt.managers.load_snapshot.shm_path_for", _shm_path, HookType.REPLACE)
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.handle_rpc_request", _on_rpc, HookType.AROUND)
     sglang_kv.register(HookRegistry, HookType)
+    sglang_pairs.register(HookRegistry, HookType)
     streamer = "sglang.srt.managers.scheduler_components.output_streamer._GenerationStreamAccumulator.accept"
     HookRegistry.register(streamer, _accept, HookType.AROUND)
 
@@ -224,8 +225,8 @@ def _refusal(scheduler: Any) -> str | None:
 
     if get_model().weight_cache_mode != "off":
         return "SGLang shares its weights with a weight cache daemon: start it with weight_cache_mode = \"off\""
-    if scheduler.disaggregation_mode != DisaggregationMode.NULL:
-        return "prefill and decode engines are not updated one by one"
+    if scheduler.disaggregation_mode != DisaggregationMode.NULL and (what := sglang_pairs.busy(scheduler)):
+        return f"{sglang_pairs.BUSY} {what}"  # its KV may be going to or coming from another engine
     if len(scheduler.grammar_manager.grammar_queue):
         return "a grammar is being compiled; try again"
     for _, runner in scheduler.weight_updater._select_runners():

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from milkweed.errors import DeadlineExceeded, FleetError, PeerDied, TransferError
+from milkweed.rollout.affinity import Prefixes
 from milkweed.rollout.crew import Crew
 from milkweed.rollout.protocol import (
     CommitReport,
@@ -34,6 +36,10 @@ class Updates(ABC):
     crew: Crew
     version: PolicyVersion
     _ids: Iterator[str]
+    _waiting: deque[Pending]
+    _prefixes: Prefixes
+    paired = False
+    """Whether engines prefill or decode only."""
     turns = 0
     """Odd while versions change hands."""
 
@@ -129,10 +135,10 @@ class Updates(ABC):
             raise PeerDied(engine.replica.name, "died", f"it failed under {name}")
         return reply
 
-    async def _emptied(self, engine: Engine, within_s: float) -> None:
+    async def _emptied(self, engine: Engine, within_s: float, look_s: float = 0.05) -> None:
         end = asyncio.get_running_loop().time() + within_s
         while engine.pending and engine.dead is None and asyncio.get_running_loop().time() < end:
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(look_s)
 
     def _hand_over(self, engine: Engine, some: Sequence[Pending]) -> None:
         """To other engines, which is no failure of this one."""
@@ -184,7 +190,7 @@ class Updates(ABC):
         engine.stats.version, engine.stats.state = report.version, report.state
         if report.ok:
             engine.stale = None
-            self.crew.by_load.changed(engine)
+            self.crew.changed(engine)
         elif report.state == "dead":
             self._lose(engine, PeerDied(name, "died", report.message))
         else:
@@ -196,3 +202,28 @@ class Updates(ABC):
         living = self.crew.living
         sums = await asyncio.gather(*(e.replica.call_one("checksum", deadline_s=deadline_s) for e in living))
         return {e.replica.name: s for e, s in zip(living, sums, strict=True)}
+
+    # ---- looking
+
+    def versions(self) -> dict[str, PolicyVersion]:
+        """What each living engine serves."""
+        return {e.replica.name: e.stats.version for e in self.crew.living}
+
+    def stats(self) -> dict[str, EngineStats]:
+        """The last each engine said of itself, the dead ones too."""
+        return {e.replica.name: e.stats for e in self.crew}
+
+    @property
+    def load(self) -> dict[str, int]:
+        """Samples in flight on each engine, and those that wait here under ""."""
+        return {e.replica.name: len(e.pending) for e in self.crew} | {"": len(self._waiting)}
+
+    @property
+    def tokens(self) -> int:
+        """Tokens sampled by all engines since they started."""
+        return self.crew.tokens
+
+    @property
+    def kv(self) -> dict[str, Any]:
+        """Since the router began: `Crew.prefilled`; samples that went to their prefix, and past it to less busy engines."""
+        return self.crew.prefilled() | {"prefix_hits": self._prefixes.hits, "prefix_passed": self._prefixes.passed}

@@ -30,9 +30,10 @@ FEWEST = 16
 
 
 class Health:
-    """Looks at the engines of `router` every `look_s` seconds, once it has a loop. `ours` says whether a place is kept."""
+    """Looks at the engines of `router` every `look_s` seconds, once it has a loop. `ours` says whether an engine's place is
+    kept."""
 
-    def __init__(self, router: Router, ours: Callable[[int], bool], config: EngineConfig) -> None:
+    def __init__(self, router: Router, ours: Callable[[Engine], bool], config: EngineConfig) -> None:
         self.router, self._ours, self._config = router, ours, config
         self._slow: set[Engine] = set()
         self._task = asyncio.ensure_future(self._watch()) if config.look_s else None
@@ -53,7 +54,7 @@ class Health:
                 break
             await asyncio.sleep(AGAIN_S)
         for engine, kind, why in found:
-            if engine.dead is None and self._ours(engine.replica.index):
+            if engine.dead is None and self._ours(engine):
                 self.router.lose(engine, FleetError(engine.replica.name, kind, why))
 
     async def wrong(self) -> list[tuple[Engine, str]]:
@@ -71,16 +72,19 @@ class Health:
                 continue
             odd = _odd({e: checksum for e, (checksum, _) in here.items()})
             found += [(e, f"its weights of version {version} have another checksum than those of {_others(here, odd)}") for e in odd]
-            rest = {e: probe for e, (_, probe) in here.items() if e not in odd}
+            rest = {e: probe for e, (_, probe) in here.items() if e not in odd and probe}
             apart = self._apart(rest)
             found += [(e, f"under version {version} it gives other log-probs of the same tokens than {_others(rest, apart)}") for e in apart]
         return found
 
     async def _answer(self, engine: Engine) -> tuple[Hashable, tuple[float, ...]] | None:
-        """Its checksum and its log-probs of the probe; None where it does not say (which others find out)."""
+        """Its checksum and its log-probs of the probe (none where it only decodes: it computes no prompt); None where it does
+        not say (which others find out)."""
         name = engine.replica.name
         try:
             checksum = await engine.replica.call_one("checksum", deadline_s=60.0)
+            if self.router.paired and not engine.prefills:
+                return tuple(sorted(checksum.items())), ()
             reply = await self.router.ask_one(engine, PROBE, name=f"probe of {name}", deadline_s=60.0)
         except MilkweedError:
             return None

@@ -128,8 +128,8 @@ def _since(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
 
 
 def _speeds(kv: dict[str, Any]) -> dict[str, Any]:
-    """With GB/s of what went to files and came from them, in place of microseconds."""
-    for kind in ("read", "written"):
+    """With GB/s of what went to files, came from them and was moved between engines, in place of microseconds."""
+    for kind in ("read", "written", "moved"):
         if took := kv.pop(f"{kind}_us", 0):
             kv[f"{kind}_gb_s"] = kv[f"{kind}_bytes"] / took / 1e3
     return {k: _speeds(v) if isinstance(v, dict) else v for k, v in kv.items()}

@@ -46,7 +46,8 @@ class Scaling:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(LOOK_S)
-            self._queue.append(sum(self.router.load.values()))
+            # a sample that one engine prefills and another decodes is on both
+            self._queue.append(sum(n for name, n in self.router.load.items() if not name.startswith("prefill")))
             have = self.router.crew.wanted
             right, mean, delay = self.wanted()
             if right == have:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from milkweed.fleet import Fleet, Replica
     from milkweed.fleet.host import Host
     from milkweed.rollout import Router
+    from milkweed.rollout.records import Engine, EngineReplica
     from milkweed.runs.weights import WeightPlane
 
 
@@ -39,15 +40,16 @@ class Upkeep:
             return Supervisor(role, bring, ended=ended, note=note, budget=budget, failures=failures, shun=self._shun)
 
         self._engines = supervisor("rollout", lambda index: self._bring_engine(router, index), router.end)
+        self._prefills = supervisor("prefill", lambda index: self._bring_engine(router, index, "prefill"), router.end)
         self._pullers = supervisor("puller", self._bring_puller, router.end)
         self._rewards = supervisor("reward", self._bring_reward, self._no_rewards)
         self._environments = supervisor("environment", self._bring_environment, self._no_environments)
-        self._supervisors = [self._engines, self._pullers, self._rewards, self._environments]
-        self._keep(router, self._engines)
+        self._supervisors = [self._engines, self._prefills, self._pullers, self._rewards, self._environments]
+        self._keep(router, self._engines, self._prefills)
         if teacher is not None:
             teachers = supervisor("teacher", lambda index: self._bring_engine(teacher, index), teacher.end)
             self._supervisors.append(teachers)
-            self._keep(teacher, teachers)
+            self._keep(teacher, teachers, teachers)
         for puller in pullers:
             self._pullers.serving(puller.index)
             puller.on_failure(self._puller_lost)
@@ -70,14 +72,22 @@ class Upkeep:
 
         fleet.on_notice = heard
         self._notices = asyncio.ensure_future(self._watch_notices()) if fleet.mesh.hosts.notice else None
-        self.health = Health(router, lambda index: index in self._engines.places, fleet.mesh.rollout)
+        self.health = Health(router, lambda engine: engine.replica.index in self._of(engine).places, fleet.mesh.rollout)
         router.scaling = self.scale
         self.scaling = Scaling(router, fleet.mesh.rollout, lambda why: note(Event("rollout", "scaled", cause=why)))
 
-    def _keep(self, router: Router, supervisor: Supervisor) -> None:
+    def _keep(self, router: Router, engines: Supervisor, prefills: Supervisor) -> None:
         for engine in router.crew:
-            supervisor.serving(engine.replica.index)
-        router.on_lost = lambda replica, error: supervisor.failed(replica.index, error, replica.host.name)
+            (prefills if engine.prefills else engines).serving(engine.replica.index)
+
+        def lost(replica: EngineReplica, error: FleetError) -> None:
+            of = prefills if replica.name == f"prefill{replica.index}" else engines
+            of.failed(replica.index, error, replica.host.name)
+
+        router.on_lost = lost
+
+    def _of(self, engine: Engine) -> Supervisor:
+        return self._prefills if engine.prefills else self._engines
 
     async def scale(self, engines: int, *, within_s: float = 30.0) -> None:
         """Let `engines` serve. More are started, and serve once they have the weights; the last ones leave, finishing what
@@ -122,7 +132,7 @@ class Upkeep:
             self._leaving.add(task)
             task.add_done_callback(self._leaving.discard)
             lost = PeerDied(name, "lost", f"its host {where.name} is about to be taken away")
-            self._engines.failed(engine.replica.index, lost)
+            self._of(engine).failed(engine.replica.index, lost)
 
     async def _watch_notices(self) -> None:
         while True:
@@ -141,9 +151,9 @@ class Upkeep:
         self._note(Event(host.name, "given up", "refused", "too many of its replicas have failed; others take its place"))
         self.notice(host.index)
 
-    async def _bring_engine(self, router: Router, index: int) -> None:
+    async def _bring_engine(self, router: Router, index: int, role: str = "") -> None:
         assert router.launcher is not None
-        replica, stats = await router.launcher.one(index)
+        replica, stats = await router.launcher.one(index, **({"role": role} if role else {}))
         try:
             if self.weights is not None and router is self.router:
                 await self.weights.welcome(replica, stats, self.deadline_s)

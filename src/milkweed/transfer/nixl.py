@@ -11,7 +11,8 @@ import logging
 import os
 import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,24 @@ def installed_version() -> str | None:
     return None
 
 
+@contextmanager
+def paced() -> Iterator[None]:
+    """Agents made within it, whoever makes them, have progress threads that sleep between looks instead of spinning. One at a
+    time: their constructor looks its configuration class up in the module, which is lent ours."""
+    bind = _api().nixlBind
+
+    class Paced(bind.nixlAgentConfig):  # type: ignore[misc]
+        def __setattr__(self, key: str, value: Any) -> None:
+            super().__setattr__(key, _PROGRESS_DELAY_US if key == "pthrDelay" else value)
+
+    with _construction:
+        plain, bind.nixlAgentConfig = bind.nixlAgentConfig, Paced
+        try:
+            yield
+        finally:
+            bind.nixlAgentConfig = plain
+
+
 class Agent:
     """A NIXL agent under a name of its own: `mw-<role>-<uuid>`, new at every incarnation, since NIXL refuses a second
     agent under a name it knows.
@@ -59,23 +78,13 @@ class Agent:
 
     def __init__(self, role: str, *, progress: bool) -> None:
         api = _api()
-        bind = api.nixlBind
-
-        class Paced(bind.nixlAgentConfig):  # type: ignore[misc]
-            def __setattr__(self, key: str, value: Any) -> None:
-                super().__setattr__(key, _PROGRESS_DELAY_US if key == "pthrDelay" else value)
-
         self.name = f"mw-{role}-{uuid.uuid4().hex[:16]}"
         self._peers: set[str] = set()
         self._closed = False
         try:
-            with _construction:  # the constructor looks its configuration class up in the module: lend it ours
-                plain, bind.nixlAgentConfig = bind.nixlAgentConfig, Paced
-                try:
-                    config = api.nixl_agent_config(backends=[], enable_prog_thread=progress)
-                    self._agent = api.nixl_agent(self.name, config)
-                finally:
-                    bind.nixlAgentConfig = plain
+            with paced():
+                config = api.nixl_agent_config(backends=[], enable_prog_thread=progress)
+                self._agent = api.nixl_agent(self.name, config)
             self._agent.create_backend("UCX", _UCX)
         except Exception as error:
             raise TransferError(f"NIXL agent {self.name} did not start with the UCX backend: {error!r}") from error
