@@ -128,13 +128,17 @@ def test_an_update_takes_both_sides_at_once_and_leaves_nothing_of_older_kv(rig: 
 
 
 def test_the_prefilling_side_dies(rig: Apart) -> None:
-    """With samples in it that wait for their KV, and samples that it has prefilled, which go on."""
+    """With samples in it that wait for their KV, and samples that it has prefilled, which go on; and an update comes before the
+    decoding side knows that nobody writes into the KV which it had reserved."""
     running = rig.begin([prompt(10 + i) for i in range(4)], LONG)
     rig.until(lambda: not rig.router.load["prefill0"] + rig.router.load["prefill1"] and rig.router.load["rollout0"])
     rig.signal("prefill0", signal.SIGSTOP)
     waiting = rig.begin([prompt(20 + i) for i in range(4)], GREEDY)
     rig.until(lambda: rig.router.load["prefill0"])
     rig.signal("prefill0", signal.SIGKILL)
+    rig.until(lambda: "prefill0" not in rig.router.versions())
+    report = rig.run(rig.router.update_weights({"host0": rig.stage(VERSIONS[6])}, VERSIONS[6]))
+    assert report.failed == {} and set(report.engines) == {"rollout0", "rollout1", "prefill1"}
     for c in rig.end([*running, *waiting]):
         assert c.token_ids == rig.greedy(c.prompt_ids, len(c.token_ids)) and rig.worst(c) < 1e-4
         assert len(c.token_ids) == c.sampling.max_tokens
@@ -143,15 +147,16 @@ def test_the_prefilling_side_dies(rig: Apart) -> None:
 
 def test_the_decoding_side_dies(rig: Apart) -> None:
     """Its samples go on with the tokens that they have; and an update finds what is left idle."""
-    running = rig.begin([prompt(30 + i) for i in range(6)], LONG)
-    rig.until(lambda: rig.router.load["rollout1"] and not rig.router.load["prefill1"])
-    rig.run(asyncio.sleep(1.2))  # their progress is known
+    running = rig.begin([prompt(30 + i) for i in range(6)], Sampling(temperature=0.0, max_tokens=600, ignore_eos=True))
+    dying = rig.router.crew.find("rollout1")
+    assert dying is not None
+    rig.until(lambda: dying.pending and all(p.begun and p.begun.token_ids for p in dying.pending.values()))
     computed = rig.router.kv["computed"]
     rig.signal("rollout1", signal.SIGKILL)
     done = rig.end(running)
     for c in done:
-        assert c.token_ids == rig.greedy(c.prompt_ids, 250) and c.engine == "rollout0" and rig.worst(c) < 1e-4
-    assert rig.router.kv["computed"] - computed < 3 * 250, "prompts are in the cache of the prefilling side"
-    report = rig.run(rig.router.update_weights({"host0": rig.stage(VERSIONS[5])}, VERSIONS[5]))
+        assert c.token_ids == rig.greedy(c.prompt_ids, 600) and c.engine == "rollout0" and rig.worst(c) < 1e-4
+    assert rig.router.kv["computed"] - computed < 3 * 600, "prompts are in the cache of the prefilling side"
+    report = rig.run(rig.router.update_weights({"host0": rig.stage(VERSIONS[7])}, VERSIONS[7]))
     assert report.failed == {} and set(report.engines) == {"rollout0", "prefill1"}
     assert rig.worst(rig.end(rig.begin([prompt(40)], GREEDY))[0]) < 1e-4

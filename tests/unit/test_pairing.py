@@ -170,7 +170,7 @@ def test_an_update_waits_for_what_is_prefilled_takes_everything_back_and_goes_on
         await asyncio.sleep(0.02)
         update = asyncio.create_task(router.update_weights(staged(V1), V1))
         late = asyncio.create_task(router.sample([7], FOUR))
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.02)
         assert not any(s.aborted for s in sides.values()), "what is being prefilled is waited for"
         assert sum(len(s.given) for s in sides.values()) == 8 and router.load[""] == 1, "nothing new is admitted"
         sides["prefill0"].gate.set()

@@ -16,8 +16,11 @@ from milkweed.rollout.router import Router
 from milkweed.transfer.manifest import Staged
 from milkweed.types import PolicyVersion
 
-DRAIN_S = 10.0
-"""How long what is being prefilled and sent may hold up an update; the rest then begins again."""
+DRAIN_S = 0.3
+"""How long what is being prefilled and sent may hold up an update. The rest is taken back on both sides: it would have to be
+computed anew anyway, and an engine takes no version before it knows that nobody writes into its memory."""
+STILL_S = 0.05
+"""Where nothing has arrived for so long, it is not waited for any longer: what is left waits for room, or is long."""
 GIVE_BACK_S = 10.0
 """How long engines may take to give back what they decode."""
 ASK_AGAIN_S = 1.0
@@ -28,7 +31,7 @@ class PairedRouter(Router):
     of those that decode, whose answer it is. Where either fails before it is done, both are left, and another pair goes on
     from the tokens that are known.
 
-    An update is one for all: nothing new is admitted, what is being prefilled gets to the decoding side, which then gives
+    An update is one for all: nothing new is admitted, what is being sent gets to the decoding side, which then gives
     everything back with its tokens; the version is committed on all engines, none of which takes it while KV is under way;
     and the samples go on, each as a prompt with the tokens it has. So each part of a sample is of one version on both sides,
     which both compare with the version that the pair was made for. A sample that cannot be carried on (with a seed, or with
@@ -124,7 +127,7 @@ class PairedRouter(Router):
         living = self.crew.living
         for engine in living:
             self._hand_over(engine, [p for p in engine.pending.values() if p.request in engine.outbox])
-        await asyncio.gather(*(self._emptied(e, DRAIN_S, 0.002) for e in living if e.prefills))
+        await self._drained([e for e in living if e.prefills])
         staying = [e for e in living if not e.parting]
         for engine in staying:
             engine.parting = True
@@ -133,6 +136,17 @@ class PairedRouter(Router):
         finally:
             for engine in staying:
                 engine.parting = False
+
+    async def _drained(self, prefills: Sequence[Engine]) -> None:
+        def left() -> int:
+            return sum(len(e.pending) for e in prefills if e.dead is None)
+
+        now = asyncio.get_running_loop().time
+        end, last, still = now() + DRAIN_S, left(), now() + STILL_S
+        while last and now() < min(end, still):
+            await asyncio.sleep(0.002)
+            if (count := left()) != last:
+                last, still = count, now() + STILL_S
 
     async def _given_back(self, engine: Engine) -> None:
         end = asyncio.get_running_loop().time() + GIVE_BACK_S
