@@ -236,8 +236,10 @@ def test_an_engine_that_gives_requests_back_has_their_kv_written_once_before_it_
     async def work() -> None:
         engine = RolloutEngine(EngineSpec(model=""))
         engine._sglang = sglang = Writing()
+        waiting = asyncio.ensure_future(engine.collect(60.0))
+        await asyncio.sleep(0.02)
         await engine.submit([EngineRequest(i, [4, 5], Sampling(max_tokens=9)) for i in ("a", "b", "c")])
-        await asyncio.sleep(0)
+        assert (await asyncio.wait_for(waiting, 1.0)).replies == [], "it would not hear how far they are for a minute"
         await engine.abort(["c"])
         assert [r.id for r in (await engine.collect(1.0)).replies] == ["c"] and not sglang.calls
         await engine.abort(["a", "b"], keep=True)

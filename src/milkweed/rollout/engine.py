@@ -155,6 +155,7 @@ class RolloutEngine:
             else:
                 if self._busy_since is None:
                     self._busy_since = time.monotonic()
+                    self._news.set()  # whoever collects since nothing ran would wait long, and hear of no progress
                 self._running[r.id] = asyncio.create_task(self._sample(r))
 
     async def collect(self, max_wait_s: float, linger_s: float = 0.0) -> Collected:
