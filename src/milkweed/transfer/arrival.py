@@ -11,7 +11,7 @@ from milkweed.transfer.manifest import Chunk, Manifest, RankManifest, Region
 from milkweed.transfer.slots import Slot
 from milkweed.types import PolicyVersion
 
-READ_BYTES = 8 << 20
+READ_BYTES = 4 << 20
 """Chunks that follow on each other, here and there, are read together up to this many bytes."""
 
 

@@ -23,8 +23,8 @@ NIXL_VERSION = "1.5.1"
 _WHEELS = ("nixl_cu12", "nixl_cu13")  # `import nixl` itself would import torch to choose between them
 # 0.015 of a core when idle; the wheel hard-codes 0, a progress thread that spins on a whole one. TCP is no slower for it
 _PROGRESS_DELAY_US = 4000
-# entries are split on commas, so no list-valued option may stand here; larger segments double TCP
-_UCX = {"engine_config": "TCP_TX_SEG_SIZE=256k,TCP_RX_SEG_SIZE=256k"}
+# entries are split on commas, so no list-valued option may stand here; larger segments more than double TCP
+_UCX = {"engine_config": "TCP_TX_SEG_SIZE=1m,TCP_RX_SEG_SIZE=1m"}
 _construction = threading.Lock()
 
 

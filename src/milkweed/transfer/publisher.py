@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 LocalShard = tuple[str, "torch.Tensor", Sequence[int], Sequence[int]]
 """`(Hugging Face name, this rank's local tensor, shape of the whole tensor, offsets of the local one in it)`."""
 
-CHUNK_BYTES = 16 << 20
+CHUNK_BYTES = 4 << 20
 SLOTS = 2
 
 
